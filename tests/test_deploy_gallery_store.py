@@ -265,7 +265,9 @@ def test_a_kill_at_any_moment_leaves_the_state_before_or_after(action: str, tmp_
             now = _state(gallery)
             gallery.add(new_images(np.random.default_rng(8), ["z"]))  # a writer goes on
             gallery.check()
-            if action == "reembed" and now != before:
+            if action == "compact":
+                assert now == before
+            elif action == "reembed" and now != before:
                 assert now[0] == before[0] and now[1] != before[1] and gallery.facts.digest == "new"
             else:
                 people = {image[1] for image in now[0]}
@@ -361,9 +363,33 @@ def test_a_process_that_waits_says_so_and_gives_up(gallery: Gallery, capsys: pyt
     other = Gallery(gallery.path, patience=0.3)
     with gallery._writing(), pytest.raises(ValueError, match="another process uses it; try again later"):
         other.add(new_images(np.random.default_rng(0), ["a"]))
-    assert capsys.readouterr().err == f"waiting for another process, which writes to {gallery.path}\n"
+    assert capsys.readouterr().err == f"waiting for another process, which uses {gallery.path}\n"
     other.add(new_images(np.random.default_rng(0), ["a"]))
     assert other.people() == {"a": 1}
+
+
+@pytest.mark.parametrize("action", ["add", "remove", "compact"])
+def test_who_changes_a_gallery_waits_for_those_who_read_it(action: str, gallery: Gallery, capsys: pytest.CaptureFixture[str]):
+    gallery.add(new_images(np.random.default_rng(0), ["x", "y"]))
+    there, read = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with Gallery(gallery.path) as reader, reader.reading():
+            there.set()
+            read.wait(30)
+
+    reader = threading.Thread(target=hold)
+    reader.start()
+    there.wait(30)
+    impatient = Gallery(gallery.path, patience=0.2)
+    with pytest.raises(ValueError, match="another process uses it; try again later"):
+        _act(impatient, action, 1)
+    threading.Timer(gallery_store._SILENT + 0.7, read.set).start()
+    _act(gallery, action, 1)  # after the second in which it says nothing
+    reader.join()
+    assert capsys.readouterr().err.splitlines() == [f"waiting for another process, which uses {gallery.path}"] * 2
+    assert gallery.people() == {"add": {"x": 2, "y": 2}, "remove": {"y": 1}, "compact": {"x": 1, "y": 1}}[action]
+    assert [impatient._database.execute(f"PRAGMA {key}").fetchone()[0] for key in ("temp_store", "query_only")] == [2, 1]
 
 
 def test_a_search_or_enrolment_with_the_old_network_after_a_reembedding_is_refused(gallery: Gallery):

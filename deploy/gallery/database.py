@@ -17,6 +17,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from utils.files import shown
 from utils.text import printable
 
@@ -199,6 +201,21 @@ def picture_name(name: str) -> str:
     """Return the name of a picture as a gallery keeps it, to be read by people only: printable, and of a bounded length."""
     text, half = shown(name), LONGEST_PICTURE // 2
     return text if len(text) <= LONGEST_PICTURE else f"{text[: half - 3]} ... {text[3 - half :]}"
+
+
+def unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes, float]:
+    """Return the unit vector of an embedding (D,) as float32 little endian, and its norm.
+
+    Raises:
+        ValueError: it has another size, or no direction.
+    """
+    if embedding.shape != (size,):
+        raise ValueError(f"{shown(picture)}: an embedding must be ({size},), got {embedding.shape}")
+    wide = embedding.astype(np.float64)
+    norm = float(np.linalg.norm(wide))
+    if not np.isfinite(norm) or norm < 1e-12:
+        raise ValueError(f"{shown(picture)}: its embedding has length {norm:g}, and no direction")
+    return (wide / norm).astype("<f4").tobytes(), norm
 
 
 def _connect(path: Path) -> sqlite3.Connection:

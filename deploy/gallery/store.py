@@ -39,6 +39,7 @@ from .database import (
     overwrite_journal,
     picture_name,
     read_facts,
+    unit_vector,
 )
 from .search import Entries, Match, Searcher
 
@@ -56,6 +57,7 @@ _ENTRIES = (
     "SELECT images.id, people.name, norm, quality FROM images "
     "JOIN people ON people.id = images.person ORDER BY images.id LIMIT ?"
 )
+_BEGIN = "BEGIN IMMEDIATE"
 _VECTOR = "SELECT vector_sum, vector FROM images WHERE id = ?"
 
 
@@ -291,7 +293,7 @@ class Gallery:
                 by another network since it was opened; the disk is full. Nothing is enrolled.
         """
         names = [check_person(image.person) for image in images]
-        rows = [_unit_vector(image.embedding, (facts or self.facts).embedding_size, image.picture) for image in images]
+        rows = [unit_vector(image.embedding, (facts or self.facts).embedding_size, image.picture) for image in images]
         for image, (_, norm) in zip(images, rows, strict=True):
             _require_weight(norm, image.quality, shown(image.picture))
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
@@ -359,16 +361,24 @@ class Gallery:
             while part := list(itertools.islice(waiting, _BATCH)):
                 raw = embed(np.stack([self._face(image.number) for image in part]))
                 for image, row in zip(part, raw, strict=True):
-                    vector, norm = _unit_vector(row, facts.embedding_size, image.picture)
+                    vector, norm = unit_vector(row, facts.embedding_size, image.picture)
                     found.append((norm, _checksum(vector), vector, image.number))
             _replace(database, found, facts)  # only now, because a large transaction may lock readers out
         return len(images)
 
     def compact(self) -> None:
-        """Write the file anew, with what is in the gallery and nothing else. It needs the room of two copies, one in TMPDIR."""
+        """Write the file anew, with what is in the gallery and nothing else.
+
+        Nobody can read it meanwhile. It needs the room of two copies, one in TMPDIR, and gives it back without overwriting it.
+        """
         with self._writing(lambda searcher: None) as database:
-            database.executescript("PRAGMA temp_store = FILE; VACUUM; PRAGMA temp_store = MEMORY")  # commits first
-            self._begin()
+            self._patiently("COMMIT")  # VACUUM is a transaction of its own
+            database.execute("PRAGMA temp_store = FILE")
+            try:
+                self._patiently("VACUUM")
+            finally:
+                database.execute("PRAGMA temp_store = MEMORY")
+            self._patiently(_BEGIN)
 
     def copy_to(self, path: Path) -> None:
         """Copy the gallery, as it is at one moment, into an empty file."""
@@ -391,7 +401,7 @@ class Gallery:
                 part = images[low : low + _ADAPTED]
                 rows = adapt(self._vectors(np.array([image.number for image in part])))
                 for image, row in zip(part, rows, strict=True):
-                    vector, _ = _unit_vector(row, facts.embedding_size, image.picture)
+                    vector, _ = unit_vector(row, facts.embedding_size, image.picture)
                     found.append((image.norm * lengths, _checksum(vector), vector, image.number))
             if facts.image_size != self.facts.image_size:
                 database.execute("DELETE FROM faces")
@@ -424,18 +434,18 @@ class Gallery:
             database.execute("PRAGMA query_only = OFF")
             database.execute("PRAGMA journal_mode = PERSIST")
             try:
-                self._begin()
+                self._patiently(_BEGIN)
                 try:
                     self.facts = read_facts(database, self.path)
                     yield database
                     self._changes += 1
-                    database.execute("COMMIT")
+                    self._patiently("COMMIT")  # for those who read
                     with contextlib.suppress(MemoryError):  # the change is safe; the next search then reads all
                         self._let_follow(follow)
                 finally:
                     if database.in_transaction:
                         database.execute("ROLLBACK")
-                    self._begin()
+                    self._patiently(_BEGIN)
                     overwrite_journal(self.path)
                     database.execute("ROLLBACK")
                     database.execute("PRAGMA journal_mode = DELETE")
@@ -454,18 +464,18 @@ class Gallery:
                 follow(searcher)
                 self._searchers[key] = (self._changes, version), searcher
 
-    def _begin(self) -> None:
-        """Take the lock of the writer; say so if that takes a while."""
+    def _patiently(self, statement: str) -> None:
+        """Execute what waits for others; say so if that takes a while."""
         patience = max(0.0, self.patience - _SILENT)
         for seconds in (min(_SILENT, self.patience), patience):
             self._database.execute(f"PRAGMA busy_timeout = {int(1000 * seconds)}")
             try:
-                self._database.execute("BEGIN IMMEDIATE")
+                self._database.execute(statement)
                 return
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error) or seconds is patience:
                     raise
-                print(one_line(f"waiting for another process, which writes to {shown(self.path)}"), file=sys.stderr, flush=True)
+                print(one_line(f"waiting for another process, which uses {shown(self.path)}"), file=sys.stderr, flush=True)
 
 
 def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes, int]], facts: Facts) -> None:
@@ -487,14 +497,3 @@ def _require_weight(norm: float, quality: float, image: str) -> None:
     """Raise ValueError unless norm times quality can be the weight of an image in a template, which would be NaN."""
     if not _can_weigh(norm, quality):
         raise ValueError(f"{image}: its embedding has length {norm:g} and its face a score of {quality:g}; remove it")
-
-
-def _unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes, float]:
-    """Return the unit vector of an embedding (D,) as float32 little endian, and its norm."""
-    if embedding.shape != (size,):
-        raise ValueError(f"{shown(picture)}: an embedding must be ({size},), got {embedding.shape}")
-    wide = embedding.astype(np.float64)
-    norm = float(np.linalg.norm(wide))
-    if not np.isfinite(norm) or norm < 1e-12:
-        raise ValueError(f"{shown(picture)}: its embedding has length {norm:g}, and no direction")
-    return (wide / norm).astype("<f4").tobytes(), norm
