@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gallery_runs import DIM, FACTS, new_images
+from tiny_runs import one_line
 
 from deploy.gallery.store import Gallery
 from scripts.deploy import gallery as program
@@ -78,18 +79,22 @@ class _Refusing(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.filterwarnings("ignore:Api key is used with an insecure connection")
 def test_a_server_gets_the_key_of_the_environment(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     pytest.importorskip("qdrant_client", reason="needs qdrant-client: pip install qdrant-client")
-    monkeypatch.setenv("QDRANT_API_KEY", "a secret")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("QDRANT_API_KEY", "a secret\n")
+    assert program.main(["export", str(path), "--to", "http://127.0.0.1:1"]) == 1
+    assert "must be printable ASCII without spaces" in one_line(capsys)
+    monkeypatch.setenv("QDRANT_API_KEY", "secret\n")  # as a file of it ends
     with HTTPServer(("127.0.0.1", 0), _Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert program.main(["export", str(path), "--to", f"http://127.0.0.1:{server.server_port}"]) == 1
         server.shutdown()
-    said = capsys.readouterr().err
-    assert set(_Refusing.keys) == {"a secret"} and "403" in said and "a secret" not in said
+    warned, *said = capsys.readouterr().err.splitlines()
+    assert warned == "warning: --to: over http:// everybody on the way can read the key"
+    assert set(_Refusing.keys) == {"secret"} and len(said) == 1 and "403" in said[0] and "secret" not in said[0]
 
 
 def test_without_its_client_the_command_that_brings_it_is_named(

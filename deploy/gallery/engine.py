@@ -3,6 +3,8 @@
 import argparse
 import os
 import re
+import sys
+import warnings
 from typing import Any
 
 from utils.cli import progress
@@ -18,13 +20,17 @@ def export_gallery(options: argparse.Namespace) -> None:
         import qdrant_client
     except ImportError:
         raise ValueError(f"--to: needs qdrant-client: {pip_install('qdrant-client')}") from None
-    place, name = options.to, options.gallery.stem
+    place, name, key = options.to, options.gallery.stem, _key()
+    if key and place.startswith("http://"):
+        print("warning: --to: over http:// everybody on the way can read the key", file=sys.stderr)
     with Gallery(options.gallery) as gallery, gallery.reading():
         searcher = gallery.searcher()  # checks all vectors
         try:
             is_server = re.match("https?://|[^/]+:[0-9]+$", place)
-            there = {"url": place, "api_key": os.environ.get("QDRANT_API_KEY")} if is_server else {"path": place}
-            client = qdrant_client.QdrantClient(**there)
+            where: dict[str, Any] = {"url": place, "api_key": key} if is_server else {"path": place}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what they say is said here
+                client = qdrant_client.QdrantClient(**where)
             is_there = client.collection_exists(name)
         except Exception as error:  # it raises those of its libraries
             raise ValueError(f"--to: no Qdrant at {shown(place)}: {one_line(error)}") from None
@@ -40,6 +46,14 @@ def export_gallery(options: argparse.Namespace) -> None:
         finally:
             client.close()
     print(f"{shown(place)}: collection {name!r} has {len(searcher.numbers):,} vectors of {len(searcher.people):,} people")
+
+
+def _key() -> str | None:
+    """Return the key of QDRANT_API_KEY, which no error may quote; None if there is none."""
+    key = os.environ.get("QDRANT_API_KEY", "").strip()
+    if not re.fullmatch("[!-~]*", key):
+        raise ValueError("QDRANT_API_KEY: a key must be printable ASCII without spaces; set the key that the server has")
+    return key or None
 
 
 def _fill(client: Any, models: Any, name: str, gallery: Gallery, searcher: Any) -> None:
