@@ -41,12 +41,14 @@ def test_the_lines_of_the_readme_run_from_any_folder(
     assert all(re.fullmatch(r"\[\[Match\(person='ada', cosine=(1.0|0.99999\d+), image=1\)\]\]", line) for line in found)
 
 
-def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
-    (tmp_path / "utils.py").write_text("")
+def test_a_file_that_hides_a_package_is_named_where_that_is_needed(tmp_path: Path):
     places = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", "from deploy import Gallery"]
-    done = subprocess.run(words, cwd=tmp_path, env=places, capture_output=True, text=True)
-    assert done.returncode == 1 and f"{tmp_path / 'utils.py'} hides the package 'utils' that deploy needs" in done.stderr
+    for name, status in (("data.py", 0), ("utils.py", 1)):
+        (tmp_path / name).write_text("")
+        done = subprocess.run(words, cwd=tmp_path, env=places, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+    assert f"ImportError: {tmp_path / 'utils.py'} hides the package 'utils' that deploy needs; rename it" in done.stderr
 
 
 @pytest.mark.numeric
