@@ -95,9 +95,9 @@ class Journal:
         if self.facts == {}:
             raise ValueError(f"{shown(self.path)}: is no file of this program, and would be overwritten; rename or remove it")
         if self.facts is not None and not again and self.facts != dict(facts):
-            different = [name for name in facts if self.facts.get(name) != facts[name]] or ["version of this program"]
+            different = next(name for name in {**facts, **self.facts} if self.facts.get(name) != facts.get(name))
             raise ValueError(
-                f"{where}: {what} another {different[0].replace('_', ' ')}; go on with that one, choose another --out, or add "
+                f"{where}: {what} another {different.replace('_', ' ')}; go on with that one, choose another --out, or add "
                 "--again to begin anew"
             )
         is_new = self.facts is None or again

@@ -109,7 +109,9 @@ def test_all_faces_are_numbered_and_only_rejects_pictures_with_several(folder: P
     assert np.abs(points.mean(axis=0) - [107.5, 59.5]).max() < 2e-3  # the centre of the picture is at 79.5, 55.5
 
 
-def test_faces_with_too_much_outside_their_picture_are_left_out(folder: Path, detector: Path, tmp_path: Path):
+def test_faces_with_too_much_outside_their_picture_are_left_out(
+    folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     _photograph(folder / "edge.png", (8, 8))
     _photograph(folder / "both.png", (8, 8), (88, 40))
     words = (folder, "--detector", detector, "--which", "all")
@@ -122,6 +124,9 @@ def test_faces_with_too_much_outside_their_picture_are_left_out(folder: Path, de
     assert reasons["edge.png"].endswith("outside the picture, and --max-padding is 0.2") and "both.png" not in reasons
     crops = _crops(tmp_path / "gate")
     assert "edge_1.jpg" not in crops and "both_1.jpg" in crops and "both_2.jpg" not in crops
+    for more in ([], ["--max-padding", ".3"]):
+        assert _run(words[0], tmp_path / "gate", *words[1:], *more) == 1
+        assert "made with another max padding; go on with that one" in one_line(capsys, "detecting")
     assert crops["both_1.jpg"] in {data for name, data in _crops(tmp_path / "every").items() if name.startswith("both")}
 
 
