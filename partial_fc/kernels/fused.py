@@ -20,24 +20,9 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 # what changes from call to call is not specialised: each new alignment would be compiled
 @triton.jit(do_not_specialize=["inverse_norms", "num_classes", "begin"])
 def product_exp_kernel(
-    centres,
-    unit,
-    inverse_norms,
-    places,
-    products,
-    partial,
-    num_classes,
-    num_samples,
-    stride,
-    begin,
-    shift,
-    limit,
-    dim: tl.constexpr,
-    class_block: tl.constexpr,
-    sample_block: tl.constexpr,
-    dim_block: tl.constexpr,
-    widen: tl.constexpr,
-):
+    centres, unit, inverse_norms, places, products, partial, num_classes, num_samples, stride, begin, shift, limit,
+    dim: tl.constexpr, class_block: tl.constexpr, sample_block: tl.constexpr, dim_block: tl.constexpr, widen: tl.constexpr
+):  # fmt: skip
     """Write E v to products (c, B), and the sums of E over this program's classes to its row of partial.
 
     Programs with the same centres (c and more rows, D) follow one another, so that these are read from memory once.

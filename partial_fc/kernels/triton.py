@@ -54,24 +54,9 @@ def exp_mask_sum_kernel(products, inverse_norms, places, partial, num_classes, n
 
 @triton.jit(do_not_specialize=["inverse_norms", "row_weights", "num_classes", "begin"])
 def negatives_kernel(
-    products,
-    inverse_norms,
-    row_weights,
-    places,
-    coefficients,
-    shifts,
-    less,
-    partial,
-    num_classes,
-    num_samples,
-    stride,
-    begin,
-    shift,
-    limit,
-    kind: tl.constexpr,
-    straight: tl.constexpr,
-    sweep: tl.constexpr,
-):
+    products, inverse_norms, row_weights, places, coefficients, shifts, less, partial, num_classes, num_samples, stride,
+    begin, shift, limit, kind: tl.constexpr, straight: tl.constexpr, sweep: tl.constexpr
+):  # fmt: skip
     """Replace products (c, B) by W v, and write this program's sums to its rows of partial (programs, 3, B).
 
     If sweep is "largest" instead of a link, leave the products, and write the largest logits to partial (programs, 1, B). Then
