@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import cv2
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from utils.alignment import align, check_points
 
@@ -83,6 +82,8 @@ class Tracker:
             expected = [track.box + np.tile(track.speed * (frame.number - track.number), 2) for track in self.tracks]
             shared, union = shared_areas(np.stack(expected)[:, None], np.stack([face.box for face in faces]))
             likeness = _alike(np.stack([track.look for track in self.tracks]), np.stack([one[2] for one in new.values()]))
+            from scipy.optimize import linear_sum_assignment  # a sixth of the start of each program that searches
+
             gain = np.where((shared >= _OVERLAP * union) & (likeness >= _ALIKE), shared / union + likeness, 0)
             for row, column in zip(*linear_sum_assignment(gain, maximize=True), strict=True):
                 if gain[row, column]:
