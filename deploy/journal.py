@@ -95,7 +95,8 @@ class Journal:
         if self.facts == {}:
             raise ValueError(f"{shown(self.path)}: is no file of this program, and would be overwritten; rename or remove it")
         if self.facts is not None and not again and self.facts != dict(facts):
-            different = next(name for name in {**facts, **self.facts} if self.facts.get(name) != facts.get(name))
+            names = (name for name in [*facts, *self.facts] if self.facts.get(name) != facts.get(name))
+            different = next(names, "version of this program")
             raise ValueError(
                 f"{where}: {what} another {different.replace('_', ' ')}; go on with that one, choose another --out, or add "
                 "--again to begin anew"
