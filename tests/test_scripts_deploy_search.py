@@ -11,6 +11,7 @@ from gallery_runs import png, write_network, write_people
 from tqdm import tqdm
 
 from deploy.embed.embedder import Embedder
+from deploy.gallery import search as gallery_search
 from deploy.gallery.report import draw_sheet
 from deploy.gallery.search import Match
 from deploy.gallery.store import Gallery
@@ -81,6 +82,15 @@ def test_pictures_of_several_folders_are_told_apart(
     sheet = cv2.imread(str(tmp_path / "s.png"), cv2.IMREAD_GRAYSCALE)
     names = [sheet[top + 112 : top + 130, :118] for top in (0, sheet.shape[0] // 2)]
     assert not np.array_equal(*names)
+
+
+def test_reading_a_large_gallery_shows_its_progress(
+    place: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for long, shows in ((1 << 18, False), (4, True)):
+        monkeypatch.setattr(gallery_search, "_LONG", long)
+        assert search.main(_words(place)) == 0
+        assert ("reading the gallery: 100%" in capsys.readouterr().err) == shows
 
 
 def test_a_sheet_has_ten_people_at_most_beside_a_face():

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from eval.templates import pool_templates
+from utils.cli import progress
 
 _CELLS = 1 << 20  # products of some queries with some entries: 4 MiB
 _ROWS = 1 << 16  # entries compared at once with few queries
 _FIRST_ROWS = 64  # entries compared first; all of them are near, as there is no limit yet
 _QUERIES = 256  # searched at once
 _PAIRS = 1 << 21  # of a query and an entry near it: some 200 MB
+_LONG = 1 << 18  # entries that take some seconds to read
 _EXACT_ROWS = 1 << 10  # vectors read at once: 2 MiB of 512 numbers each, 4 in float64
 
 
@@ -80,7 +82,8 @@ class Searcher:
         self.codes = np.empty((room, entries.size), dtype=np.int8)[:count]
         self.scales, self.errors = (np.empty(room, dtype=np.float32)[:count] for _ in range(2))
         begin, self.spread, self._centre = 0, 0.0, np.zeros(entries.size, dtype=np.float32)
-        for rows in self.vectors():
+        blocks = self.vectors()
+        for rows in blocks if count < _LONG else progress(blocks, -(-count // _EXACT_ROWS), "reading the gallery", "block"):
             if len(rows) and begin == 0:
                 self._centre = rows.mean(0)
             part = slice(begin, begin := begin + len(rows))
