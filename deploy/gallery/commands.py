@@ -446,8 +446,8 @@ def remove_from_gallery(options: argparse.Namespace) -> None:
 
 def compact_gallery(options: argparse.Namespace) -> None:
     """Write the file of a gallery anew."""
-    before = options.gallery.stat().st_size if options.gallery.exists() else 0
     with Gallery(options.gallery) as gallery:
+        before = options.gallery.stat().st_size
         gallery.compact()
     print(f"{shown(options.gallery)}: {before / 1e6:,.1f} MB before, now {options.gallery.stat().st_size / 1e6:,.1f} MB")
 

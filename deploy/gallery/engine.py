@@ -20,13 +20,14 @@ def export_gallery(options: argparse.Namespace) -> None:
         import qdrant_client
     except ImportError:
         raise ValueError(f"--to: needs qdrant-client: {pip_install('qdrant-client')}") from None
-    place, name, key = options.to, options.gallery.stem, _key()
+    place, name = options.to, options.gallery.stem
+    is_server = re.match("https?://|[^/]+:[0-9]+$", place)
+    key = _key() if is_server else None
     if key and place.startswith("http://"):
         print("warning: --to: over http:// everybody on the way can read the key", file=sys.stderr)
     with Gallery(options.gallery) as gallery, gallery.reading():
         searcher = gallery.searcher()  # checks all vectors
         try:
-            is_server = re.match("https?://|[^/]+:[0-9]+$", place)
             where: dict[str, Any] = {"url": place, "api_key": key} if is_server else {"path": place}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what they say is said here
