@@ -2,19 +2,20 @@
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
-def main() -> int:
-    """Start the program that the command line names; return its exit status."""
+def main() -> NoReturn:
+    """Start the program that the command line names, and end with its status."""
     # `data`, `eval` and `utils` are general names: without this, a folder of the user's with such a name could win
     root = str(Path(__file__).resolve().parent)
     sys.path[:] = [root, *(path for path in sys.path if path != root)]
     from scripts.face import main as start
-    from utils.machine import begin_imports
+    from utils.machine import begin_imports, leave
 
     begin_imports()
-    return start()
+    leave(start)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

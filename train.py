@@ -7,7 +7,7 @@ One process or many, CPU or CUDA, run the same lines. The optimizer step is the 
 """
 
 if __name__ == "__main__":
-    from utils.machine import begin_imports
+    from utils.machine import begin_imports, leave
 
     begin_imports()
 
@@ -357,4 +357,4 @@ def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main)

@@ -15,7 +15,7 @@ Examples:
 """
 
 if __name__ == "__main__":
-    from utils.machine import begin_imports
+    from utils.machine import begin_imports, leave
 
     begin_imports()
 
@@ -121,4 +121,4 @@ def _facts(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main)

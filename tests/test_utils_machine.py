@@ -135,6 +135,21 @@ def test_no_collection_walks_through_what_a_program_imported(words: str):
     assert done.stdout.splitlines()[-1] == "0 True True", done.stderr
 
 
+@pytest.mark.parametrize(("end", "status"), [("return 3", 3), ("sys.exit(2)", 2)])
+def test_a_program_ends_with_its_status_after_all_its_work_and_leaves_its_memory_to_the_system(end: str, status: int):
+    program = (
+        "import atexit, sys, threading, time\nfrom utils.machine import begin_imports, leave\n"
+        "class Kept:\n def __del__(self): print('taken apart')\n"
+        "kept = Kept()\n"
+        "def late():\n time.sleep(0.3)\n print('thread')\n"
+        "def main():\n atexit.register(print, 'handler', end='')\n threading.Thread(target=late).start()\n"
+        f" print('main')\n {end}\n"
+        "begin_imports()\nleave(main)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "main\nthread\nhandler"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "given", "spins"),
     [

@@ -1,10 +1,13 @@
 """What this machine leaves to its processes, also in containers and jobs (control groups of Linux). Needs no torch."""
 
+import atexit
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 _NO_LIMIT = 1 << 62
 _GROUPS, _OWN_GROUPS, _OWN_WAITS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/thread-self/schedstat")
@@ -12,6 +15,7 @@ _GROUPS, _OWN_GROUPS, _OWN_WAITS = Path("/sys/fs/cgroup"), Path("/proc/self/cgro
 # takes 300,000: where other programs want the cores, its threads then spend whole time slices on waiting for one another
 _SPINS = "20000"
 _importing = False  # after begin_imports
+_status: int | None = None  # of a program that leave() ends
 
 
 def begin_imports() -> None:
@@ -21,6 +25,7 @@ def begin_imports() -> None:
     of a program, because each collection walks through all that was imported.
     """
     global _importing
+    atexit.register(_end)  # before all others, so that it is called after them
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     if gc.isenabled():
@@ -35,6 +40,31 @@ def end_imports() -> None:
         gc.freeze()
         gc.enable()
         _importing = False
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run a program and end this process with its status, as sys.exit(main()) does, but sooner.
+
+    Threads, the functions of atexit and the output are waited for. But Python does not take apart all that was imported, which
+    is most of a second where that is torch; the system takes the memory back.
+    """
+    global _status
+    try:
+        status = main()
+    except SystemExit as ended:  # of argparse
+        if not isinstance(ended.code, int):
+            raise
+        status = ended.code
+    _status = status
+    raise SystemExit(status)
+
+
+def _end() -> None:
+    if _status is not None:
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed stream
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_status)
 
 
 def num_cores() -> int:
