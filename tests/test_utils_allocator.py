@@ -1,12 +1,14 @@
 """A program keeps the memory that it frees, so that the kernel does not clear it again and again, unless it is told not to."""
 
 import ctypes
+import importlib
 import mmap
 import os
 import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,14 +17,12 @@ import torch
 
 from scripts.benchmark.kit import run_ranks
 from utils.allocator import read_ahead
+from utils.program import run_main
 
 ROOT = Path(__file__).parent.parent
 TENSORS, PAGES = 60, (32 << 20) // 4096
 LIMITS = (resource.RLIMIT_DATA, resource.RLIMIT_AS)  # -1 = none
-COUNT = "from test_utils_allocator import page_faults\n"
-# as every program runs, train.py too; and as arcface_torch does beside ours in a benchmark
-PROGRAM = f"{COUNT}from utils.program import run_main\nraise SystemExit(run_main(lambda: print(page_faults())))"
-REFERENCE = f"{COUNT}raise ValueError(page_faults())\n"
+REFERENCE = "from test_utils_allocator import page_faults\nraise ValueError(page_faults())\n"
 
 
 def page_faults(rank: int = 0) -> int:
@@ -35,27 +35,38 @@ def page_faults(rank: int = 0) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def _faults(*arguments: str, **environment: str) -> int:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "FACE_", "GLIBC_"))}
-    environment = {**inherited, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **environment}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
-    return int(re.fullmatch(r"(?:error: --reference .*: ValueError: )?(\d+)\n", done.stdout or done.stderr)[1])
+def program(limits: list[str]) -> int:
+    """Print them as every program runs, train.py too, with these limits of the process: a `main` for tiny_runs."""
+    for kind in limits:
+        resource.setrlimit(int(kind), (2**40, 2**40))
+    return run_main(lambda: print(page_faults()))
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
 @pytest.mark.skipif(any(resource.getrlimit(kind)[0] >= 0 for kind in LIMITS), reason="ulimit -d or -v is set here")
 def test_a_program_keeps_the_memory_that_it_frees_unless_somebody_says_otherwise(tmp_path: Path):
     pages = TENSORS * PAGES  # of 4 KiB; larger pages fault less often
-    usual, kept = _faults("-c", PROGRAM, FACE_ALLOCATOR="system"), _faults("-c", PROGRAM)
+    start = importlib.import_module("tiny_runs").Started  # here: the process of arcface_torch imports this file as well
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "FACE_", "GLIBC_"))}
+
+    def faults(*limits: int, **environment: str) -> int:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        done = start(program, [[str(kind) for kind in limits]], folder, inherited | environment).wait()
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    usual, kept = faults(FACE_ALLOCATOR="system"), faults()
     # a small allocation may stand in the way of a tensor, which then takes the next room, of the 256 MiB that the heap grows by
     assert usual > pages / 600 and usual > 5 * kept
     # whoever has set glibc's own variables has a reason
-    assert _faults("-c", PROGRAM, MALLOC_ARENA_MAX="4") > 5 * kept
+    assert faults(MALLOC_ARENA_MAX="4") > 5 * kept
     for limit in LIMITS:  # kept memory would count
-        limited = f"import resource\nresource.setrlimit({limit}, (2**40, 2**40))\n"
-        assert _faults("-c", limited + PROGRAM) > 5 * kept
+        assert faults(limit) > 5 * kept
     (tmp_path / "backbones.py").write_text(REFERENCE)
-    assert usual > 5 * _faults("scripts/benchmark/arcface_torch_loop.py", str(tmp_path), "{}")
+    command = [sys.executable, "scripts/benchmark/arcface_torch_loop.py", str(tmp_path), "{}"]
+    environment = inherited | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert usual > 5 * int(re.fullmatch(r"error: --reference .*: ValueError: (\d+)\n", done.stderr)[1])
     assert usual > 5 * run_ranks(page_faults, 1)[0]
 
 
