@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gallery_runs import write_network, write_people
-from tiny_runs import REAL, ROOT, small_run
+from tiny_runs import REAL, ROOT, run_train, small_run
 
 import train
 from eval.__main__ import main as evaluate
@@ -80,18 +80,18 @@ def test_a_run_folder_with_a_link_out_of_it_or_a_pipe_is_not_resumed_and_nothing
     assert _state(run, tmp_path / "mine") == before
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_of_a_launched_training_refuses_a_link_out_of_the_run_folder(
-    dataset: Path, run: Path, tmp_path: Path, ranks: int
-):
-    for name, target in (("metrics.jsonl", "mine/diary"), ("tensorboard", "mine")):
+def test_a_training_in_several_processes_refuses_a_link_out_of_the_run_folder(dataset: Path, run: Path, tmp_path: Path):
+    for name, target, ranks in (("metrics.jsonl", "mine/diary", 2), ("tensorboard", "mine", 3), ("tensorboard", "mine", 0)):
         _plant(run / name, tmp_path / target)
         before = _state(run, tmp_path / "mine")
         arguments = small_run(dataset, tmp_path, REAL, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
-        command = [sys.executable, "face_training.py", "train", f"--processes={ranks}", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        if ranks:
+            done = run_train(ranks, arguments)
+        else:
+            command = [sys.executable, "face_training.py", "train", "--processes=2", *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1 and "Traceback" not in done.stderr
-        assert done.stderr.count("error: run.output: the run folder") == 1
+        assert done.stderr.count("error: ") == 1 and "run.output: the run folder" in done.stderr
         assert f"{name} in it is a link out of the folder, to {tmp_path / target}" in done.stderr
         assert _state(run, tmp_path / "mine") == before
         (run / name).unlink()

@@ -45,18 +45,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("how", ["path", "link", "relative link", "console script", "module"])
-def test_it_works_in_any_folder_even_one_with_packages_of_these_names(folder: Path, how: str):
-    starts: dict[str, list[str | Path]] = {
-        "path": [FACE],
-        "link": [folder / "bin" / "face"],
-        "relative link": ["bin/again"],
-        "console script": [sys.executable, "-c", "import sys, face_training; sys.exit(face_training.main())"],
-        "module": [sys.executable, "-m", "face_training"],
-    }
+def test_a_link_to_it_starts_the_program_of_the_clone(folder: Path):
     (folder / "bin").mkdir()
     (folder / "bin" / "face").symlink_to(FACE)
     (folder / "bin" / "again").symlink_to("face")
+    for link in (folder / "bin" / "face", "bin/again"):
+        done = _start(link, "data", "verify", "a b", folder=folder, PYTHON="/bin/echo")
+        assert (done.stdout, done.stderr) == (f"{ROOT}/face_training.py data verify a b\n", "")
+
+
+@pytest.mark.parametrize("how", ["path", "console script", "module"])
+def test_it_works_in_any_folder_even_one_with_packages_of_these_names(folder: Path, how: str):
+    starts: dict[str, list[str | Path]] = {
+        "path": [FACE],
+        "console script": [sys.executable, "-c", "import sys, face_training; sys.exit(face_training.main())"],
+        "module": [sys.executable, "-m", "face_training"],
+    }
     (folder / "mine").mkdir()
     (folder / "mine" / "train.rec").write_bytes(bytes.fromhex("0a23d7ce") + bytes(96))
     (folder / "mine" / "train.idx").touch()
