@@ -4,7 +4,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import importlib
+import importlib.util
 import os
 import signal
 import warnings
@@ -72,6 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # no collection walks through all modules and tests again
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -107,6 +108,24 @@ def onnx_operators() -> Iterator[None]:
     """Let the exporter of torch list the operators of ONNX once: half a second for every file otherwise."""
     registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
     with mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    """Let Triton's interpreter prepare its language once for a kernel, not again for each function that the kernel calls."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language, prepare = interpreter.tl, interpreter._patch_lang
+
+    def prepare_once(function: Callable[..., Any]) -> Any:
+        used = [value for value in function.__globals__.values() if value is language or value is language.core]
+        is_prepared = not any(language.core.is_builtin(module.load) for module in used)
+        return interpreter._LangPatchScope() if is_prepared else prepare(function)
+
+    with mock.patch.object(interpreter, "_patch_lang", prepare_once):
         yield
 
 

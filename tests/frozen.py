@@ -16,3 +16,4 @@ with contextlib.suppress(ImportError):  # of matplotlib
     _figure.legend()
     png_of(_figure)
 gc.freeze()
+gc.set_threshold(10_000)
