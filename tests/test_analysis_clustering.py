@@ -119,7 +119,7 @@ def _class(size: int) -> int:
 
 @pytest.mark.parametrize("spread", [0.6, 0.9, 1.2])
 def test_the_partition_is_that_of_a_slow_merge_with_a_threshold_for_each_size(spread: float):
-    vectors, _ = _faces(12, 9, spread)
+    vectors, _ = _faces(12, 7, spread)
     thresholds = np.array([[0.6, 0.55, 0.36], [0.55, 0.45, 0.42], [0.36, 0.42, 0.36]])
     cosines = vectors.astype(np.float64) @ vectors.T
     clusters = [[row] for row in range(len(vectors))]
