@@ -152,8 +152,7 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     classes = sum(task.dataset.num_classes for task in setup.tasks)
     log.info(
         f"{config.run.name}: {setup.total_steps} steps of {config.train.batch_size} images, {world.world_size} x "
-        f"{world.device.type}, {setup.precision}, {parameters:.2f} M backbone parameters, "
-        f"{classes} classes"
+        f"{world.device.type}, {setup.precision}, {parameters:.2f} M backbone parameters, {classes} classes"
     )
     log.info(f"learning rate: {setup.schedule.describe()}")
     if setup.head_schedule != setup.schedule:

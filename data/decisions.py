@@ -1,4 +1,4 @@
-"""Decisions about the labels of a set: what scripts.analysis.clean proposes, a person edits, and scripts.data.filter applies.
+"""Decisions about the labels of a set: what face clean proposes, a person edits, and face data filter applies.
 
 A CSV file with the columns action, image, identity, to, sure, why. Identities are labels of the set, images indices into it:
 

@@ -149,7 +149,7 @@ def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
     warnings = []
     if records.rebuilt or unread:
         what = "there is no train.idx" if records.rebuilt else f"the last {unread} bytes of train.rec are not in train.idx"
-        warnings.append(f"{rec_path.parent}: {what}; python -m scripts.data.repair {rec_path.parent} rebuilds it")
+        warnings.append(f"{rec_path.parent}: {what}; face data repair {rec_path.parent} rebuilds it")
     facts = {
         "first_key": int(image_keys[0]),
         "num_records": len(records),

@@ -7,7 +7,7 @@ number of ranks and micro-batches.
 full    a permutation of the whole set: the best mixing, but one small random read for each image
 block   blocks of adjacent images in random order, with the images mixed within a window of some tens of blocks, so that a
         spinning disk or a network file system reads long runs. The order of the set is only partly mixed: images of an identity
-        in one block come in one window. Shuffle the set once to avoid that (scripts.data.shuffle)
+        in one block come in one window. Shuffle the set once to avoid that (face data shuffle)
 """
 
 import math
@@ -163,9 +163,8 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
         f"in a new run, train.batch_size: {share * accumulation * world_size}",
     ]
     raise ValueError(
-        f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
-        f"{world_size} processes, with 2 images or more each, got {batch_size}. "
-        f"Valid choices: {'; '.join(filter(None, choices))}"
+        f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x {world_size} "
+        f"processes, with 2 images or more each, got {batch_size}. Valid choices: {'; '.join(filter(None, choices))}"
     )
 
 

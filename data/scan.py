@@ -16,7 +16,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.cli import progress, rename_in
+from utils.cli import progress
 from utils.files import read_lines, write_csv
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
@@ -34,12 +34,12 @@ def open_set_of(path: str | os.PathLike[str], loose: bool = False) -> FaceDatase
     """Return the set at a path, like data.datasets.open_set; print its warnings to stderr."""
     dataset = open_set(path, loose=loose)
     for line in dataset.warnings:
-        print(rename_in(f"warning: {one_line(line)}"), file=sys.stderr)
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     return dataset
 
 
 class SetNames:
-    """Names of pictures and identities. For a record set they come from train.lst, which scripts.data.folder_to_rec writes.
+    """Names of pictures and identities. For a record set they come from train.lst, which face data folder_to_rec writes.
 
     Attributes:
         folders: the names of the identities; empty if they have none.

@@ -124,7 +124,7 @@ class TolerantDataset(FaceDataset):
         if found > self._budget():
             raise ValueError(
                 f"data.max_bad_fraction: at most {self._budget()} bad images are allowed ({self.max_bad_fraction:g} of "
-                f"{self.num_stored}), got {found}; the last one: {error}. Check the set with scripts.data.verify"
+                f"{self.num_stored}), got {found}; the last one: {error}. Check the set with face data verify"
             ) from None
 
     def take_warnings(self) -> list[str]:

@@ -113,7 +113,7 @@ def parse_results(found: Any) -> dict[str, SetResult]:
     return {name: _set_result(name, numbers) for name, numbers in found.items()}
 
 
-_NO_RESULTS = "not the results of an evaluation; write them anew with python -m eval RUN --report DIR"
+_NO_RESULTS = "not the results of an evaluation; write them anew with face eval RUN --report DIR"
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -258,7 +258,7 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
     results, why = results_file(options)
     if results is None:
         raise ValueError(
-            f"--far {options.far}: {shown(options.run)}: {why}; name others with --results, as python -m eval RUN --report DIR "
+            f"--far {options.far}: {shown(options.run)}: {why}; name others with --results, as face eval RUN --report DIR "
             "writes them"
         )
     sets = read_results_of(results, getattr(options, "ema", False), options.set)

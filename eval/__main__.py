@@ -1,4 +1,4 @@
-"""Score a trained network on verification sets: python -m eval RUN --targets lfw cfp_fp agedb_30.
+"""Score a trained network on verification sets: face eval RUN --targets lfw cfp_fp agedb_30.
 
 RUN is a run folder (its newest checkpoint, or the best), one checkpoint folder, or a weights file together with --backbone,
 such as arcface_torch's backbone.pth; without RUN it is the newest run in work_dirs. Under torchrun all processes share the
@@ -9,9 +9,9 @@ lines 'path1,path2,same', or a folder of people. ijbc:FOLDER and ijbb:FOLDER are
 searches what begins with probes in what begins with gallery.
 
 Examples:
-  python -m eval work_dirs/ms1mv3_r50
-  python -m eval work_dirs/ms1mv3_r50 --targets lfw ijbc:/data/IJBC
-  python -m eval backbone.pth --backbone r50 --targets lfw cfp_fp --data /data/val --report report
+  face eval work_dirs/ms1mv3_r50
+  face eval work_dirs/ms1mv3_r50 --targets lfw ijbc:/data/IJBC
+  face eval backbone.pth --backbone r50 --targets lfw cfp_fp --data /data/val --report report
 """
 
 if __name__ == "__main__":
@@ -42,7 +42,7 @@ from .report import format_table, write_report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and evaluate; return the exit status."""
-    parser = make_parser("python -m eval", __doc__)
+    parser = make_parser("face eval", __doc__)
     add_network_arguments(parser, newest=True)
     parser.add_argument(
         "--targets",

@@ -3,7 +3,7 @@
 ONNX graphs are data. TorchScript and .pt2 files are programs, which can do whatever the user can, even while they are loaded.
 They are opened only if the user trusts them.
 
-A file that scripts.deploy.export wrote says what its input and output are; it is fed accordingly."""
+A file that face export wrote says what its input and output are; it is fed accordingly."""
 
 import importlib
 import json
@@ -101,7 +101,7 @@ def contract_of_texts(texts: Mapping[str, str]) -> InputContract | None:
     for key in InputContract.__dataclass_fields__:
         text = texts.get(PREFIX + key)
         if not isinstance(text, str):
-            raise ValueError(f"its metadata lacks {PREFIX}{key}, which scripts.deploy.export writes")
+            raise ValueError(f"its metadata lacks {PREFIX}{key}, which face export writes")
         try:
             values[key] = _value(key, text)
         except ValueError as error:
@@ -401,7 +401,7 @@ class ExportedNetwork(nn.Module):
 
 
 def _texts_of_archive(path: Path) -> Mapping[str, str]:
-    """Return what scripts.deploy.export wrote about its network into a .pt2 file, {} if it did not write that file."""
+    """Return what face export wrote about its network into a .pt2 file, {} if it did not write that file."""
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if name.rpartition("/extra/")[2] == CONTRACT_FILE]
         if not names:

@@ -1,7 +1,7 @@
 """Loads the network for an evaluation: a run, a checkpoint, a weights file, ONNX, a torch.export program or TorchScript.
 
 All get the input of this project: (b, 3, S, S) RGB, (x - 127.5) / 127.5. --colour bgr, --input-mean and --input-std convert it
-for networks that were trained on other inputs; a file of scripts.deploy.export says itself what it takes. S is 112, that of the
+for networks that were trained on other inputs; a file of face export says itself what it takes. S is 112, that of the
 run's configuration or the ONNX graph, or --image-size.
 
 Weights and ONNX graphs are data: reading them executes nothing. TorchScript and .pt2 files are programs; they are opened only

@@ -106,7 +106,7 @@ class Margin(nn.Module):
         margin_steps: optimizer steps in which the share rises to 1, linearly.
     """
 
-    family = "added"  # the picture of scripts.benchmark.losses in which it is drawn
+    family = "added"  # the picture of face bench losses in which it is drawn
     published: tuple[Published, ...] = ()  # the first row is that of the defaults
 
     link = "softmax"  # or "sum": each class has a loss of its own, softplus(-t) of the target, softplus(z) of a negative

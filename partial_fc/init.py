@@ -149,7 +149,7 @@ def open_centres(path: Path, name: str = "") -> CentreSource:
 
     Args:
         path: run folder (its newest checkpoint), checkpoint folder, or a matrix (C, D) with row i for label i: .safetensors
-            (key `weight`, or the only tensor), .pt or .pth (a tensor, or {"weight": tensor}), as scripts.checkpoint merge
+            (key `weight`, or the only tensor), .pt or .pth (a tensor, or {"weight": tensor}), as face checkpoint merge
             writes it.
         name: of the head, of a checkpoint with several.
 

@@ -1,4 +1,4 @@
-"""Inspect and convert checkpoints: python -m scripts.checkpoint show|verify|reshard|merge|average PATH ...
+"""Inspect and convert checkpoints: face checkpoint show|verify|reshard|merge|average PATH ...
 
 show      print the contents of a checkpoint, or of every checkpoint of a run
 verify    check sizes and hashes of all files, and that no class slot is missing; exit status 1 if anything is wrong
@@ -10,9 +10,9 @@ average   write the mean of several backbones as one file of weights ("weight av
 PATH: a checkpoint, work_dirs/NAME/checkpoints/step_00012000, or a run folder, work_dirs/NAME.
 
 Examples:
-  python -m scripts.checkpoint show work_dirs/demo_cpu
-  python -m scripts.checkpoint merge work_dirs/demo_cpu centres.safetensors
-  python -m scripts.checkpoint average work_dirs/a work_dirs/b --out mean.safetensors
+  face checkpoint show work_dirs/demo_cpu
+  face checkpoint merge work_dirs/demo_cpu centres.safetensors
+  face checkpoint average work_dirs/a work_dirs/b --out mean.safetensors
 """
 
 import argparse
@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 1 << 13  # class centres
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the command; return the exit status."""
-    parser = make_parser("python -m scripts.checkpoint", __doc__)
+    parser = make_parser("face checkpoint", __doc__)
     kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|reshard|merge|average")
     for name, text in (("show", "print the contents"), ("verify", "check that it is complete")):
         kind = kinds.add_parser(name, help=text)
@@ -185,7 +185,7 @@ def merge_centres(options: argparse.Namespace) -> None:
     checkpoint = ckpt.find_checkpoint(options.path)
     if options.head and not has_head(str(checkpoint), options.head):
         raise ValueError(
-            f"--head must be the name of a head of {checkpoint}, got {options.head}; scripts.checkpoint show lists them"
+            f"--head must be the name of a head of {checkpoint}, got {options.head}; face checkpoint show lists them"
         )
     source = open_centres(checkpoint, options.head)
     starts = range(0, source.num_classes, _ROWS_AT_ONCE)

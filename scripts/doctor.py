@@ -1,9 +1,9 @@
-"""Say what this machine has for training, and what is missing: python -m scripts.doctor
+"""Say what this machine has for training, and what is missing: face doctor
 
 Reports processor, cores, memory, GPU, Python, the packages against requirements.txt, the C compiler of the head's kernels,
 what each missing optional package would add, and the newest run. Exit status 0 if training can run, 1 if not. Changes nothing.
 
-Example: python -m scripts.doctor --runs work_dirs
+Example: face doctor --runs work_dirs
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.cli import make_parser, rename_in
+from utils.cli import make_parser
 from utils.machine import num_cores
 from utils.text import pip_install
 
@@ -40,7 +40,7 @@ class Pin(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and print the report; return the exit status."""
     # not run_main: it needs torch, and this program says whether that is there
-    parser = make_parser("python -m scripts.doctor", __doc__)
+    parser = make_parser("face doctor", __doc__)
     parser.add_argument("--runs", type=Path, default=Path("work_dirs"), metavar="DIR", help="folder of run folders")
     options = parser.parse_args(arguments)
     faults = []
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'C compiler':<23}{compiler()}")
     for pin in read_pins(_ROOT / "requirements-optional.txt"):
         if _installed(pin.package) is None:
-            print(f"{'optional':<23}no {pin.package}: {rename_in(pin.purpose)}. {pip_install(f'{pin.package}=={pin.version}')}")
+            print(f"{'optional':<23}no {pin.package}: {pin.purpose}. {pip_install(f'{pin.package}=={pin.version}')}")
     print(f"{'newest run':<23}{newest_run(options.runs)}")
     if not faults:
         print("\ntraining can run")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.cli import leave_closed_output, rename_commands
+from utils.cli import leave_closed_output
 from utils.text import did_you_mean
 
 _ROOT = Path(__file__).parents[1]
@@ -59,8 +59,6 @@ VERBS: dict[str, dict[str, str]] = {
     },
     "Look at this machine": {"doctor": "scripts.doctor", "bench": "scripts.benchmark."},
 }
-# the program that writes tables of the documents
-WITHOUT_VERB = ("scripts.tables",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for count in (2, 1):
         verb = " ".join(words[:count])
         if verb in verbs:
-            commands = {module.removesuffix(".__main__"): f"face {name}" for name, module in verbs.items()}
-            rename_commands(commands | {"train.py": "face train"})
             return _run(verbs[verb], words[count:])
     group = [name for name in verbs if name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
@@ -141,14 +137,13 @@ def _lines(verbs: dict[str, str]) -> list[str]:
     for verb, module in verbs.items():
         path = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
         first = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
-        lines.append(f"{f'face {verb}':<32} {first.partition(': ')[0].partition(' python -m')[0].rstrip('.:')}")
+        lines.append(f"{f'face {verb}':<32} {first.partition(': ')[0].partition(' face ')[0].rstrip('.:')}")
     return lines
 
 
 def _print(text: str) -> int:
     try:
-        print(text)
-        sys.stdout.flush()
+        print(text, flush=True)
     except BrokenPipeError as error:
         return leave_closed_output(error)
     return 0

@@ -4,7 +4,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import importlib.util
+import importlib
 import os
 import signal
 import warnings
@@ -112,21 +112,18 @@ def onnx_operators() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interpreter() -> Iterator[None]:
+def _interpreter() -> None:
     """Let Triton's interpreter prepare its language once for a kernel, not again for each function that the kernel calls."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    language, prepare = interpreter.tl, interpreter._patch_lang
+    with contextlib.suppress(ImportError):
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        language, prepare = interpreter.tl, interpreter._patch_lang
 
-    def prepare_once(function: Callable[..., Any]) -> Any:
-        used = [value for value in function.__globals__.values() if value is language or value is language.core]
-        is_prepared = not any(language.core.is_builtin(module.load) for module in used)
-        return interpreter._LangPatchScope() if is_prepared else prepare(function)
+        def prepare_once(function: Callable[..., Any]) -> Any:
+            used = [value for value in function.__globals__.values() if value is language or value is language.core]
+            is_ready = not any(language.core.is_builtin(module.load) for module in used)
+            return interpreter._LangPatchScope() if is_ready else prepare(function)
 
-    with mock.patch.object(interpreter, "_patch_lang", prepare_once):
-        yield
+        interpreter._patch_lang = prepare_once
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_a_rate_that_was_not_measured_is_named_with_those_that_were(results: Pat
 def test_another_file_ends_in_one_line(text: str, tmp_path: Path):
     path = tmp_path / "results.json"
     path.write_text(text, errors="surrogateescape")
-    with pytest.raises(ValueError, match="; write them anew with python -m eval RUN --report DIR") as caught:
+    with pytest.raises(ValueError, match="; write them anew with face eval RUN --report DIR") as caught:
         read_threshold(path, "1e-2")
     assert "\n" not in str(caught.value)
 

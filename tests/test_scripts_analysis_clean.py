@@ -13,13 +13,7 @@ from data.datasets import open_set
 from data.decisions import apply_decisions, read_decisions
 from data.recordio.image_record import RecordSetWriter
 from scripts import face
-from utils import cli
 from utils.files import write_csv
-
-
-@pytest.fixture(autouse=True)
-def _commands(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "_commands", {})  # the names of programs, which `face` changes
 
 
 def _image(number: int) -> bytes:

@@ -13,7 +13,6 @@ from analysis.all_pairs import NUM_BINS
 from deploy.gallery.gate import add_gate_arguments, gate_of
 from eval.embedding_table import read_table
 from scripts import face
-from utils import cli
 
 NAMES = [f"p{person}/{number}.jpg" for person in range(30) for number in range(4)]
 
@@ -42,11 +41,6 @@ def there(tmp_path: Path) -> Path:
         (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / name).write_bytes(jpeg(picture(row)))
     return tmp_path
-
-
-@pytest.fixture(autouse=True)
-def _commands(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "_commands", {})  # the names of programs, which `face` changes
 
 
 def _run(*words: object) -> int:

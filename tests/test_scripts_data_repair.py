@@ -93,9 +93,9 @@ def test_a_set_without_index_warns_with_the_command_until_it_is_mended(
             (people / "train.idx").write_bytes(damaged)
         for cache in (None, tmp_path / "cache", tmp_path / "cache"):  # without a cache, made, and found
             (warning,) = RecordDataset(people, cache).warnings
-            assert f"python -m scripts.data.repair {people}" in warning
+            assert f"face data repair {people}" in warning
         assert verify_data.main([str(people)]) == 0
-        assert f"python -m scripts.data.repair {people}" in capsys.readouterr().err
+        assert f"face data repair {people}" in capsys.readouterr().err
         assert _run(capsys, people)[0] == 0
         assert (people / "train.idx").read_bytes() == index
         assert not RecordDataset(people, tmp_path / "cache").warnings

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import descendants
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
 from scripts.launch import torchrun, train
@@ -66,17 +67,8 @@ def _started(command: list[object], log: Path, environment: dict[str, str]) -> I
     try:
         yield process
     finally:
-        _kill(_family(process.pid))
+        _kill([process.pid, *descendants(process.pid)])
         process.wait(DEADLINE)
-
-
-def _family(pid: int) -> list[int]:
-    """Return a process and all that descend from it, the oldest first; those that are gone are left out."""
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [pid, *(member for child in children for member in _family(child))]
 
 
 def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
@@ -120,7 +112,7 @@ def _lost_steps(run: Path, total: int) -> int:
 
 def _worker(pid: int, rank: int) -> int | None:
     """Return the training process of this rank among the descendants, None while there is none."""
-    for member in _family(pid):
+    for member in descendants(pid):
         with contextlib.suppress(OSError):
             arguments = Path(f"/proc/{member}/cmdline").read_bytes().split(b"\0")
             variables = Path(f"/proc/{member}/environ").read_bytes().split(b"\0")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import REAL, ROOT, Started, command_of, descendants, run_file, run_program, run_train, small_run
+from tiny_runs import REAL, ROOT, Started, command_of, descendants, run_file, run_program, run_train, small_run, wait_for
 
 import train
 from training import setup
@@ -131,11 +131,8 @@ def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: 
     marker = tmp_path / "there"
     command = command_of(2, arguments)
     command[command.index(str(ROOT / "train.py"))] = _program(tmp_path, _DEAF[doing].format(marker=str(marker)))
-    deadline = time.monotonic() + 60
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
-        while not all(Path(f"{marker}{rank}").exists() for rank in (0, 1)):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: all(Path(f"{marker}{rank}").exists() for rank in (0, 1)), 60, process)
         workers = descendants(process.pid)
         process.kill()
     assert workers and not _wait_until_gone(workers)  # within ten seconds
@@ -146,8 +143,7 @@ def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_loc
     arguments = small_run(dataset, tmp_path, REAL, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0")
     started, metrics = time.monotonic(), tmp_path / "whole" / "metrics.jsonl"
     with _start(2, [*arguments, "run.name=whole"]) as process:
-        while not metrics.exists() and time.monotonic() < started + 60:
-            time.sleep(0.01)
+        wait_for(metrics.exists, 60, process)
         whole = time.monotonic() - started
         workers = descendants(process.pid)
         process.kill()

@@ -317,5 +317,8 @@ def wait_for(holds: Callable[[], object], timeout: float = 60, process: "subproc
 
 
 def descendants(pid: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the processes that descend from one, but for those that are gone."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*children, *(grandchild for child in children for grandchild in descendants(child))]

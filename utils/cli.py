@@ -3,10 +3,9 @@
 import argparse
 import math
 import os
-import re
 import select
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .machine import num_cores
@@ -14,14 +13,12 @@ from .machine import num_cores
 if TYPE_CHECKING:  # `face doctor` runs where packages are missing
     from tqdm import tqdm
 
-_commands: dict[str, str] = {}  # `scripts.data.align` -> `face data align`; empty unless `face` has started the program
-
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of the description, and adds an option's default if its help does not state it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        help_text = None if action.help is None else rename_in(action.help)
+        help_text = action.help
         silent = action.default is None or action.default is False or action.default in ("", [], argparse.SUPPRESS)
         if not help_text or silent or action.nargs == 0 or "default" in help_text:
             return help_text
@@ -42,22 +39,10 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     """Return the parser of a program.
 
     Args:
-        command: the command that starts it, for example python -m scripts.data.align.
+        command: the command that starts it, for example face data align.
         docstring: of its module: its purpose, an example, the formats of the files it reads. --help shows it unchanged.
     """
-    return Parser(prog=rename_in(command), description=rename_in(docstring or ""))
-
-
-def rename_commands(commands: Mapping[str, str]) -> None:
-    """Let help texts and errors from here on name programs by other commands: {"scripts.data.align": "face data align"}."""
-    _commands.update(commands)
-
-
-def rename_in(text: str) -> str:
-    """Return a text in which `python -m MODULE`, `scripts.MODULE` and `python train.py` are the commands of rename_commands."""
-    return re.sub(
-        r"(?:python (?:-m )?|(?<![\w./-])(?=scripts\.))(\w+(?:\.\w+)*)(?!/)", lambda m: _commands.get(m[1], m[0]), text
-    )
+    return Parser(prog=command, description=docstring)
 
 
 def progress(items: Iterable, total: int | None, what: str, unit: str) -> "tqdm":

@@ -50,13 +50,11 @@ def leave(main: Callable[[], int]) -> NoReturn:
     """
     global _status
     try:
-        status = main()
+        _status = main()
     except SystemExit as ended:  # of argparse
-        if not isinstance(ended.code, int):
-            raise
-        status = ended.code
-    _status = status
-    raise SystemExit(status)
+        _status = ended.code if isinstance(ended.code, int) else None
+        raise
+    raise SystemExit(_status)
 
 
 def _end() -> None:

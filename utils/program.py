@@ -14,7 +14,7 @@ import torch
 
 from . import distributed
 from .allocator import keep_freed_memory, out_of_memory
-from .cli import leave_closed_output, rename_in
+from .cli import leave_closed_output
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
 from .machine import end_imports
@@ -146,7 +146,7 @@ def _say(line: str) -> None:
     """Print one escaped line on stderr, after closing progress bars that an error left open."""
     for bar in list(getattr(sys.modules["tqdm"].tqdm, "_instances", ())) if "tqdm" in sys.modules else ():
         bar.close()
-    print(one_line(rename_in(line)), file=sys.stderr, flush=True)
+    print(one_line(line), file=sys.stderr, flush=True)
 
 
 def run_main(run: Callable[..., None], *arguments: Any) -> int:

@@ -30,7 +30,7 @@ MAX_LENGTH = (1 << 29) - 1  # bytes in a record
 _PART = struct.Struct("<4sI")
 _FIRST, _LATER = (0, 1), (2, 3)  # allowed cflags of the first part, and of later parts
 _SCANNED = 1 << 28  # bytes after which a scan of the file releases its pages
-_DAMAGE = "the file is damaged or cut, or the index belongs to another file; scripts.data.repair mends either"
+_DAMAGE = "the file is damaged or cut, or the index belongs to another file; face data repair mends either"
 
 Writer = TypeVar("Writer", bound="RecordWriter")
 

@@ -63,7 +63,7 @@ def unpack(record: bytes | memoryview) -> Record:
         if is_protobuf(record):
             raise ValueError(
                 "the record holds SageMaker's recordio-protobuf, which uses the same container. Export the images as files, "
-                "and make a set with scripts.data.folder_to_rec"
+                "and make a set with face data folder_to_rec"
             )
         raise ValueError(f"the record has {len(record)} bytes, but its header announces {flag} labels: not an image record")
     vector = np.frombuffer(record, dtype="<f4", count=flag, offset=_HEADER.size) if flag else label
@@ -129,7 +129,7 @@ class IndexedRecordFile:
                 raise ValueError(
                     f"{idx_path}: the offset of record {self.keys[begin + i]} must be a multiple of 4 inside {self.path} "
                     f"({self.file.size} bytes), got {offsets[i]}: the index belongs to another file, or the file is cut off; "
-                    "scripts.data.repair mends either"
+                    "face data repair mends either"
                 )
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     for column in (keys, offsets):
         column.resize(done, refcheck=False)
     if not done:
-        raise ValueError(f"{path}: the index is empty. scripts.data.repair rebuilds it")
+        raise ValueError(f"{path}: the index is empty. face data repair rebuilds it")
     return _keep_last(keys, offsets)
 
 
@@ -112,13 +112,11 @@ def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, 
         try:
             key, offset = int(columns[0]), int(columns[1])
         except (ValueError, IndexError):
-            raise ValueError(
-                f"{where} must be 'key TAB offset', two integers. scripts.data.repair rebuilds the index"
-            ) from None
+            raise ValueError(f"{where} must be 'key TAB offset', two integers. face data repair rebuilds the index") from None
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"{where}: the key must fit a signed 64-bit integer, got {len(columns[0])} characters")
         if not 0 <= offset < 1 << 63:
-            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). scripts.data.repair makes a new index")
+            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). face data repair makes a new index")
         table[:, i] = key, offset
     return table[0], table[1]
 

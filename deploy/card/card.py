@@ -27,7 +27,7 @@ from utils.text import did_you_mean, markdown_table, markdown_text, one_line, pr
 from ..results import SetResult, read_results_of, results_file
 from .facts import Facts, backbone_words, data_facts, recipe_facts
 
-_MARK = "<!-- written by python -m scripts.deploy.card; hash of the text above: {} -->"
+_MARK = "<!-- written by scripts.deploy.card; hash of the text above: {} -->"  # in the cards that exist
 _MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))
 
 
@@ -205,7 +205,7 @@ def find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Pat
     """
     path, why = results_file(options)
     if path is None:
-        return {}, f"No results: {why}. Score it with python -m eval and --report, and make the card again with --results."
+        return {}, f"No results: {why}. Score it with face eval and --report, and make the card again with --results."
     return read_results_of(path, options.ema), path.parent
 
 
@@ -214,7 +214,7 @@ def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
     model = network.own
     if isinstance(model, ForeignNetwork):
         facts = [("file", subject.name), ("hash of the file", model.hash)]
-        if model.contract is not None:  # of a file that scripts.deploy.export wrote
+        if model.contract is not None:  # of a file that face export wrote
             of_file = model.contract
             facts += [("exported from", of_file.run), ("step", of_file.step), ("backbone", of_file.backbone)]
             facts += [("hash of the weights", of_file.weights), ("precision", of_file.precision)]
@@ -385,7 +385,7 @@ def _add_errors(document: Document, results: Results, folder: Path) -> None:
     names = [f"{name}_{kind}.png" for name in results for kind in ("false_matches", "false_non_matches")]
     found = [name for name in names if Path(name).name == name and os.path.isfile(folder / name)]  # False for too long a name
     if not found:
-        document.text("python -m eval --report draws the worst errors of each set, as pictures beside its results.json.")
+        document.text("face eval --report draws the worst errors of each set, as pictures beside its results.json.")
         return
     document.text(
         f"The worst errors are drawn beside results.json: {', '.join(found)}. In false matches the network takes two people "
@@ -409,4 +409,4 @@ def _add_notes(document: Document, results: Results) -> None:
         document.text(f"- : not measurable; {', '.join(one_kind)} has pairs of one kind only.")
     bare = [result.name for result in results.values() if "accuracy" not in result.intervals]
     if bare:
-        document.text(f"No intervals in the file: {', '.join(bare)}. python -m eval --report writes them.")
+        document.text(f"No intervals in the file: {', '.join(bare)}. face eval --report writes them.")

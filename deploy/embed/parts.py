@@ -1,4 +1,4 @@
-"""The parts of a run of scripts.deploy.embed: what they are, how one is embedded, and how they are stored.
+"""The parts of a run of face embed: what they are, how one is embedded, and how they are stored.
 
 The bytes of a part in the journal are a line of JSON with its faces and rejected pictures, then the vectors, float32, little
 endian.

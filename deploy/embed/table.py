@@ -1,4 +1,4 @@
-"""The tables of scripts.deploy.embed: a row for each face, with its name, person and unit vector; .parquet, or .npy and .csv.
+"""The tables of face embed: a row for each face, with its name, person and unit vector; .parquet, or .npy and .csv.
 
 Shapes: n = faces, D = embedding size.
 """

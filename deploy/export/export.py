@@ -95,7 +95,7 @@ class Exporter:
     """The work of one export.
 
     Args:
-        options: of scripts.deploy.export.
+        options: of face export.
         folder: for the files, which have the name of --out there.
     """
 

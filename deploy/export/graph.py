@@ -43,7 +43,7 @@ def describe(
         precision: fp32, fp16 or int8.
 
     Raises:
-        ValueError: a value is out of the bounds of a contract, so that python -m eval could not read the file.
+        ValueError: a value is out of the bounds of a contract, so that face eval could not read the file.
     """
     model: Any = network.model
     colour, mean, std = "rgb", 127.5, 127.5
@@ -69,7 +69,7 @@ def describe(
         backbone=str(network.config.get("backbone", {}).get("name") or backbone or ""),
         weights=digest_tensors(model.state_dict()),
     )
-    with prefix_errors("a file that python -m eval could not read is not written"):
+    with prefix_errors("a file that face eval could not read is not written"):
         contract_of_texts(contract.as_texts())
     return contract
 

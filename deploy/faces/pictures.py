@@ -243,7 +243,7 @@ def _crops(data: bytes, name: str, detector: Detector | None, size: int, which: 
             crop = " or ".join(f"{side} x {side}" for side in sorted({size, IMAGE_SIZE}))
             raise ValueError(
                 f"is {width} x {height} pixels, no aligned crop of {crop}: name a detector for photographs, or align it with "
-                "scripts.data.align"
+                "face data align"
             )
         pixels = decode_rgb(data)  # crops have 112 pixels in this field; training and evaluation resize them, too
         return [Crop(name, pixels if height == size else resize_square(pixels, size), None, 0)]

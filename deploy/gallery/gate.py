@@ -32,7 +32,7 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="X",
         help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures, print "
-        "theirs by python -m scripts.deploy.gallery show --images, and choose X between them",
+        "theirs by face gallery show --images, and choose X between them",
     )
     add_padding_argument(parser)
 

@@ -184,11 +184,10 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
     print(f"a match is above the {threshold.words}")
     if threshold.far:
         count = len(searcher.owner)
-        what = "templates" if searcher.by == "template" else "images"
+        what, rate = "templates" if searcher.by == "template" else "images", count * float(threshold.far)
         print(
-            f"this is a rate per comparison. A stranger is compared with {count:,} {what}, so expect about "
-            f"{count * float(threshold.far):.2g} false matches per search of a stranger, if strangers here are like the "
-            "impostor pairs of that set"
+            f"this is a rate per comparison. A stranger is compared with {count:,} {what}, so expect about {rate:.2g} false "
+            "matches per search of a stranger, if strangers here are like the impostor pairs of that set"
         )
 
 

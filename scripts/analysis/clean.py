@@ -1,13 +1,13 @@
-"""Find wrong labels of a training set: python -m scripts.analysis.clean TABLE SET --out labels
+"""Find wrong labels of a training set: face clean TABLE SET --out labels
 
-TABLE holds the embeddings of the images of SET: python -m scripts.deploy.embed NETWORK SET --out TABLE. A network that was
+TABLE holds the embeddings of the images of SET: face embed NETWORK SET --out TABLE. A network that was
 trained on SET itself will do. The report has
 
 report.html    pictures to decide by, the surest decisions and the most doubtful ones
 decisions.csv  action,image,identity,to,sure,why: images to drop or to move to another identity, identities to merge, labels
-               to split, people of test sets to drop; for a person to edit, and for scripts.data.filter --decisions
+               to split, people of test sets to drop; for a person to edit, and for face data filter --decisions
 
-Example: python -m scripts.analysis.clean set.npy set --out labels --tests lfw.npy
+Example: face clean set.npy set --out labels --tests lfw.npy
 """
 
 import argparse
@@ -22,7 +22,7 @@ from data.base import FaceDataset
 from data.decisions import write_decisions
 from data.scan import indices_of, open_set_of
 from eval.embedding_table import Faces, read_table
-from utils.cli import SHARE, make_parser, rename_in
+from utils.cli import SHARE, make_parser
 from utils.files import shown
 from utils.program import run_main
 from utils.text import prefix_errors
@@ -30,8 +30,8 @@ from utils.text import prefix_errors
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and clean; return the exit status."""
-    parser = make_parser("python -m scripts.analysis.clean", __doc__)
-    parser.add_argument("table", type=Path, help="table of scripts.deploy.embed of the images of SET: .npy or .parquet")
+    parser = make_parser("face clean", __doc__)
+    parser.add_argument("table", type=Path, help="table of face embed of the images of SET: .npy or .parquet")
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--tests", type=Path, nargs="*", default=[], help="tables of test pictures in a folder per person")
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     for kind, (heading, _) in HEADINGS.items():
         print(f"  {heading:<44}{len(made[kind]):,}")
     print(f"report: {shown(options.out / 'report.html')}")
-    print(rename_in(f"next: python -m scripts.data.filter {shown(options.set)} OUT --decisions {shown(target)}"))
+    print(f"next: face data filter {shown(options.set)} OUT --decisions {shown(target)}")
 
 
 def _indices(faces: Faces, dataset: FaceDataset, options: argparse.Namespace) -> np.ndarray:

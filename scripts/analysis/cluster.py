@@ -1,4 +1,4 @@
-"""Group unlabelled faces into people: python -m scripts.analysis.cluster TABLE --calibrate OTHER --far 1e-4 --out people.csv
+"""Group unlabelled faces into people: face cluster TABLE --calibrate OTHER --far 1e-4 --out people.csv
 
 TABLE is a table of `face embed`. Two clusters become one while the mean cosine between their faces reaches a threshold: that of
 the FAR in OTHER, a table of the same network with labelled pictures of other people, measured for clusters of one, two and four
@@ -9,7 +9,7 @@ Where all faces of TABLE have a person, the clusters are compared with them. Wit
 
 What is done is kept in OUT.unfinished; start the same command again to go on after a kill.
 
-Example: python -m scripts.analysis.cluster new.npy --calibrate lfw.npy --far 1e-4 --out people.csv --set new --to-rec labelled
+Example: face cluster new.npy --calibrate lfw.npy --far 1e-4 --out people.csv --set new --to-rec labelled
 """
 
 import argparse
@@ -31,7 +31,7 @@ from utils.text import prefix_errors
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and cluster; return the exit status."""
-    parser = make_parser("python -m scripts.analysis.cluster", __doc__)
+    parser = make_parser("face cluster", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file to write")
     parser.add_argument("--calibrate", type=Path, metavar="TABLE", help="labelled faces of other people, for --far")

@@ -1,4 +1,4 @@
-"""Measure the error rates of groups of people: python -m scripts.analysis.groups TABLE --groups FILE.csv --by COLUMN --out DIR
+"""Measure the error rates of groups of people: face groups TABLE --groups FILE.csv --by COLUMN --out DIR
 
 TABLE is a table of `face embed`. FILE.csv has a column name (of a picture) or person, and others such as ethnicity, sex, age or
 camera, of which COLUMN is one; more than ten ages are grouped by tens. All pairs of pictures are compared at one threshold.
@@ -10,8 +10,8 @@ DIR then has report.html, results.json, results.csv and pictures. Meanwhile DIR.
 was killed continues when the same command is started again.
 
 Examples:
-  python -m scripts.analysis.groups features.npy --groups people.csv --by ethnicity --out groups
-  python -m scripts.analysis.groups rfw.npy --pairs RFW/test/txts --far 1e-2 --out groups
+  face groups features.npy --groups people.csv --by ethnicity --out groups
+  face groups rfw.npy --pairs RFW/test/txts --far 1e-2 --out groups
 """
 
 import argparse
@@ -34,7 +34,7 @@ _ALIKE = 20  # pairs
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.analysis.groups", __doc__)
+    parser = make_parser("face groups", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--groups", type=Path, metavar="CSV", help="groups of pictures or people")

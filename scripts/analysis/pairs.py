@@ -1,10 +1,10 @@
-"""Compare all pairs of a set: python -m scripts.analysis.pairs TABLE --out DIR
+"""Compare all pairs of a set: face pairs TABLE --out DIR
 
 TABLE is a table of `face embed` of labelled pictures. Every pair of its faces is compared once: TAR at FAR down to 1e-8, EER,
 AUC, and the pairs that are most wrong. DIR then has report.html, pairs.png and results.json, from which `face search --results`
 takes thresholds. What is done is kept in DIR/unfinished; start the same command again to go on after a kill.
 
-Example: python -m scripts.analysis.pairs features.npy --out pairs --pictures people
+Example: face pairs features.npy --out pairs --pictures people
 """
 
 import argparse
@@ -25,7 +25,7 @@ from utils.text import plain_table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = make_parser("python -m scripts.analysis.pairs", __doc__)
+    parser = make_parser("face pairs", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     parser.add_argument("--pictures", type=Path, metavar="SET", help="folder or set that was embedded, to show the worst pairs")

@@ -1,4 +1,4 @@
-"""Compare measures of quality: python -m scripts.analysis.quality TABLE --columns norm padding --out DIR
+"""Compare measures of quality: face quality TABLE --columns norm padding --out DIR
 
 TABLE is a table of `face embed` of labelled pictures. For each measure, genuine comparisons of the lowest quality are
 discarded, and FNMR is drawn over their share (error versus discard, ISO/IEC 29794-1), at the threshold that gives --far over
@@ -6,7 +6,7 @@ all impostor pairs. A measure is norm, padding or score of TABLE, or a column of
 pictures), or of OFIQ's table.csv. DIR then has report.html, quality.png, results.json and results.csv; printed are gates for
 `face enrol`. Counted pairs are kept in DIR/unfinished; start the same command again to go on after a kill.
 
-Example: python -m scripts.analysis.quality features.npy --columns norm UnifiedQualityScore --from ofiq.csv --out quality
+Example: face quality features.npy --columns norm UnifiedQualityScore --from ofiq.csv --out quality
 """
 
 import argparse
@@ -30,7 +30,7 @@ from utils.text import did_you_mean, one_line, plain_table, prefix_errors
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = make_parser("python -m scripts.analysis.quality", __doc__)
+    parser = make_parser("face quality", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--columns", nargs="+", default=["norm"], metavar="NAME", help="measures to compare")
     lower = "those whose lower values are better, as padding's always are"

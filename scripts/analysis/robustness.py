@@ -1,4 +1,4 @@
-"""Measure networks on hard versions of sets: python -m scripts.analysis.robustness NETWORK ... --targets SET ... --out DIR
+"""Measure networks on hard versions of sets: face robustness NETWORK ... --targets SET ... --out DIR
 
 The second picture of each pair is degraded on the fly, at some strengths of each kind: masked, eyes, mouth, occluded,
 low_resolution, jpeg, blur, motion, noise, dark, bright, rotated, shifted, scaled. That is done at 112 x 112 pixels, whatever
@@ -7,8 +7,8 @@ as pictures, results.json and results.csv. What is done is kept in DIR/unfinishe
 a kill.
 
 Examples:
-  python -m scripts.analysis.robustness work_dirs/r50 work_dirs/r18 --targets lfw cfp_fp --data /data/val --out hard
-  python -m scripts.analysis.robustness work_dirs/r50 --targets lfw.bin --kinds masked blur=1,2,4 --both --out hard
+  face robustness work_dirs/r50 work_dirs/r18 --targets lfw cfp_fp --data /data/val --out hard
+  face robustness work_dirs/r50 --targets lfw.bin --kinds masked blur=1,2,4 --both --out hard
 """
 
 import argparse
@@ -30,8 +30,8 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.analysis.robustness", __doc__)
-    parser.add_argument("networks", type=Path, nargs="+", metavar="NETWORK", help="as for python -m eval")
+    parser = make_parser("face robustness", __doc__)
+    parser.add_argument("networks", type=Path, nargs="+", metavar="NETWORK", help="as for face eval")
     add_network_arguments(parser, positional=False)
     parser.add_argument("--targets", nargs="+", required=True, metavar="SET", help="sets of pairs: names in --data, or paths")
     parser.add_argument("--data", type=Path, default="", metavar="DIR", help="folder with NAME.bin")

@@ -7,7 +7,7 @@ backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
 Class centres are in the order of the labels and keep their norms; --ranks must be the number of processes there.
 The schedule is not stored: from this step on, arcface_torch's own configuration determines it.
 
-Example: python -m scripts.arcface_torch.export_checkpoint work_dirs/demo_cpu exported --ranks 8
+Example: face migrate export work_dirs/demo_cpu exported --ranks 8
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = make_parser("python -m scripts.arcface_torch.export_checkpoint", __doc__)
+    parser = make_parser("face migrate export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch")

@@ -4,7 +4,7 @@ SOURCE is the output folder of an arcface_torch run, of any year: backbone.pth w
 softmax_fc_gpu_{r}.pt, or checkpoint_gpu_{r}.pt; see docs/migration.md. Nothing in these files is executed.
 The class centres are written block by block, without a second copy in memory.
 
-Example: python -m scripts.arcface_torch.import_checkpoint arcface_torch/work_dirs/ms1mv3_r50 work_dirs/mine --num-classes 93431
+Example: face migrate checkpoint arcface_torch/work_dirs/ms1mv3_r50 work_dirs/mine --num-classes 93431
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = make_parser("python -m scripts.arcface_torch.import_checkpoint", __doc__)
+    parser = make_parser("face migrate checkpoint", __doc__)
     parser.add_argument("source", type=Path, help="folder with the files of arcface_torch")
     parser.add_argument("run", type=Path, help="run folder to write into, work_dirs/NAME for run.name=NAME")
     parser.add_argument("--era", choices=tuple(HEADS), help="kind of files, if the folder has several kinds")

@@ -4,7 +4,7 @@ The file is read, never executed. Keys without a counterpart here are listed in 
 
 The file has lines config.KEY = VALUE, with literals, arithmetic and earlier keys.
 
-Example: python -m scripts.arcface_torch.import_config arcface_torch/configs/ms1mv3_r50.py --gpus 8 --out mine.yaml
+Example: face migrate config arcface_torch/configs/ms1mv3_r50.py --gpus 8 --out mine.yaml
 """
 
 import argparse
@@ -41,7 +41,7 @@ _OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the k
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = make_parser("python -m scripts.arcface_torch.import_config", __doc__)
+    parser = make_parser("face migrate config", __doc__)
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")
     parser.add_argument("--gpus", type=int_in_range(1), required=True, metavar="N", help="of the original run, on all machines")

@@ -1,4 +1,4 @@
-"""Takes the training steps of arcface_torch from its checkout, whose code it imports. Started by scripts.benchmark.train.
+"""Takes the training steps of arcface_torch from its checkout, whose code it imports. Started by face bench train.
 
 That code has packages of the same names as this project (backbones, eval, utils), so this file imports nothing from here and
 runs in a process of its own, with the allocator that ours has. The loop does what its train_v2.py does in a step: DDP with its
@@ -29,7 +29,7 @@ def main() -> int:
     """Parse the command line and take steps as they are asked for; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", help="arcface_torch's folder, with backbones, losses.py and partial_fc_v2.py")
-    parser.add_argument("case", help="what scripts.benchmark.train measures, as JSON")
+    parser.add_argument("case", help="what face bench train measures, as JSON")
     options = parser.parse_args()
     runpy.run_path(str(Path(__file__).parents[2] / "utils" / "allocator.py"))["keep_freed_memory"]()
     with serving() as serve:

@@ -1,4 +1,4 @@
-"""Compare the backbones: python -m scripts.benchmark.backbones
+"""Compare the backbones: face bench backbones
 
 Prints a table of all networks: parameters, multiply-adds of a forward pass, memory that autograd keeps per image in training,
 and milliseconds per image of a forward and backward pass on this device. Each network takes turns with r18, so that other load
@@ -9,10 +9,10 @@ A network of more than --largest million parameters is counted, but not run. Tim
 other figures do not, and --no-times leaves it at these.
 
 Examples:
-  python -m scripts.benchmark.backbones --quick
-  python -m scripts.benchmark.backbones --names r50 mbf mbf_large --batch 16 --json backbones.json
-  python -m scripts.benchmark.backbones --no-times
-  python -m scripts.benchmark.backbones --page docs/backbones.md
+  face bench backbones --quick
+  face bench backbones --names r50 mbf mbf_large --batch 16 --json backbones.json
+  face bench backbones --no-times
+  face bench backbones --page docs/backbones.md
 """
 
 import argparse
@@ -36,7 +36,7 @@ from utils.text import label_text, markdown_table, prefix_errors
 
 from .kit import add_common_arguments, clock, gpu_figures, machine, take_turns, write_into_page, write_json
 
-BEGIN = "<!-- begin: written by scripts.benchmark.backbones -->"
+BEGIN = "<!-- begin: written by face bench backbones -->"
 _REFERENCE = "r18"
 _QUICK = ("r18", "mbf")
 
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.backbones", __doc__)
+    parser = make_parser("face bench backbones", __doc__)
     count = int_in_range(1)
     parser.add_argument("--names", nargs="+", default=[], metavar="NAME", help="values of backbone.name; default: all")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the channels of those that take it")

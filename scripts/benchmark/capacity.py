@@ -10,10 +10,10 @@ this device, each in a separate process, until the largest is known to about 2 %
 at that of the bus or the disk here, which is measured. The identities then have to fit into --room as well.
 
 Examples:
-  python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
-  python -m scripts.benchmark.capacity --gpus 8 --memory 32 --storage lean
-  python -m scripts.benchmark.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
-  python -m scripts.benchmark.capacity --gpus 8 --card h100 --placement host --room 200 --bandwidth 50 --sample-rate 0.1
+  face bench capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
+  face bench capacity --gpus 8 --memory 32 --storage lean
+  face bench capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
+  face bench capacity --gpus 8 --card h100 --placement host --room 200 --bandwidth 50 --sample-rate 0.1
 """
 
 import argparse
@@ -87,7 +87,7 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compute or find; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.capacity", __doc__)
+    parser = make_parser("face bench capacity", __doc__)
     parser.add_argument("--gpus", type=int_in_range(1), default=1, help="processes that share the classes")
     parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")
     parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")

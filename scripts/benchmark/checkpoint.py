@@ -1,10 +1,10 @@
-"""Measure the cost of checkpoints: python -m scripts.benchmark.checkpoint
+"""Measure the cost of checkpoints: face bench checkpoint
 
 save        seconds that training waits for a save, against torch.save of the same state as in tutorials, with and without
             waiting for the disk; and the speed of arithmetic while a save is written in the background
 bandwidth   bytes per second from the start of a save to the complete checkpoint, against plainly writing the same bytes
 
-Example: python -m scripts.benchmark.checkpoint --quick
+Example: face bench checkpoint --quick
 """
 
 import argparse
@@ -40,7 +40,7 @@ _DIM = 512
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.checkpoint", __doc__)
+    parser = make_parser("face bench checkpoint", __doc__)
     parser.add_argument("--classes", type=int, help="classes (default: 200000, half of them with less than 8 GiB free)")
     parser.add_argument("--backbone", default="r50", help="(default r50)")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")

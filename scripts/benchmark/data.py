@@ -1,4 +1,4 @@
-"""Measure time and memory of the data pipeline against plain ones: python -m scripts.benchmark.data
+"""Measure time and memory of the data pipeline against plain ones: face bench data
 
 index     opening a set of 42 million records: a dict of the parsed lines (mxnet's way) against ours, each in its own process
 decode    a bare loop over JPEGs in memory; the loader with one and two threads; a DataLoader with two worker processes that
@@ -9,7 +9,7 @@ augment   the time of each augmentation
 The rounds of the variants alternate and medians are reported, because the machine may be shared. ratio = plain / ours unless
 stated otherwise.
 
-Example: python -m scripts.benchmark.data --quick --parts decode
+Example: face bench data --quick --parts decode
 """
 
 import argparse
@@ -51,7 +51,7 @@ _AUGMENTED = 128  # images
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.data", __doc__)
+    parser = make_parser("face bench data", __doc__)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
     count = int_in_range(1)
     parser.add_argument("--records", type=count, default=42_000_000, help="records of the index (default 42 million)")

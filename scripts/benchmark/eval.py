@@ -1,10 +1,10 @@
-"""Measure the cost of one evaluation: python -m scripts.benchmark.eval
+"""Measure the cost of one evaluation: face bench eval
 
 numbers     milliseconds from embeddings to all numbers of a set of 6,000 pairs, against loops over folds and thresholds
 embedding   seconds to score one set with two processes, against rank 0 alone with batches of ten while the other waits; also
             as a share of the training interval between two evaluations
 
-Example: python -m scripts.benchmark.eval --quick
+Example: face bench eval --quick
 """
 
 import argparse
@@ -39,7 +39,7 @@ _STEPS = 3  # optimizer steps that are timed together
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.eval", __doc__)
+    parser = make_parser("face bench eval", __doc__)
     parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded")
     parser.add_argument("--processes", type=int, default=2, help="processes that share the images")
     parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step")

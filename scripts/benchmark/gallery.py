@@ -1,9 +1,9 @@
-"""Measure the search in a gallery against float32 products with all vectors: python -m scripts.benchmark.gallery
+"""Measure the search in a gallery against float32 products with all vectors: face bench gallery
 
 The people are random, each with four images, whose cosine is 0.5. Every second query shows one of them. Both ways must find the
 same cosines. Bytes are what a new process needs at most to load the gallery, for each image. TMPDIR needs 6.3 kB an image.
 
-Example: python -m scripts.benchmark.gallery --quick
+Example: face bench gallery --quick
 """
 
 import argparse
@@ -28,7 +28,7 @@ _IMAGES, _SIZE, _BLOCK, _FOUND = 4, 512, 4096, 5  # of a person; numbers of a ve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.gallery", __doc__)
+    parser = make_parser("face bench gallery", __doc__)
     parser.add_argument("--people", type=int_in_range(_FOUND), default=250_000, help="with four images each")
     parser.add_argument("--queries", type=int_in_range(1), nargs="+", default=[1, 256], help="searched at once")
     parser.add_argument("--rounds", type=int_in_range(1), default=3, help="the median counts")

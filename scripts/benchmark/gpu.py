@@ -1,4 +1,4 @@
-"""Run the GPU tests and the ordinary benchmarks on one GPU, one after the other: python -m scripts.benchmark.gpu --out gpu
+"""Run the GPU tests and the ordinary benchmarks on one GPU, one after the other: face bench gpu --out gpu
 
 tests        the tests that need a GPU (pytest -m gpu)
 head         steps of the head against plain heads: time, memory, share of the rate of bare products
@@ -15,8 +15,8 @@ which is complete after every part. This program needs torch alone: what else is
 ends at an import is "skipped: needs PACKAGE". The exit status is 1 if another part failed or was not reached, or none ran.
 
 Examples:
-  python -m scripts.benchmark.gpu --out gpu
-  python -m scripts.benchmark.gpu --device cpu --quick --parts capacity data
+  face bench gpu --out gpu
+  face bench gpu --device cpu --quick --parts capacity data
 """
 
 import argparse
@@ -70,7 +70,7 @@ PARTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.gpu", __doc__)
+    parser = make_parser("face bench gpu", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all, in this order")
     parser.add_argument("--minutes", type=float, default=30.0, help="deadline of all parts together; each has a share of it")

@@ -1,4 +1,4 @@
-"""Measure time and memory of the head against plain heads: python -m scripts.benchmark.head [--json FILE] [--plot FOLDER]
+"""Measure time and memory of the head against plain heads: face bench head [--json FILE] [--plot FOLDER]
 
 Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps (on a GPU of turns
 of 20 between two waits), and the growth of its peak memory. ratio = plain / ours, in time and in memory. busy: the kernels of a
@@ -9,10 +9,10 @@ loss / ArcFace. With --placement the steps are in turn with those of a head on t
 device. The file of disk is here.
 
 Examples:
-  python -m scripts.benchmark.head --quick
-  python -m scripts.benchmark.head --classes 1000000 --sample-rate 0.1 --plot figures
-  python -m scripts.benchmark.head --classes 60000 --no-plain --storage exact --matmul fp32 --loss circle sphereface2
-  python -m scripts.benchmark.head --classes 200000 --sample-rate 1 0.1 --no-plain --storage exact --placement disk
+  face bench head --quick
+  face bench head --classes 1000000 --sample-rate 0.1 --plot figures
+  face bench head --classes 60000 --no-plain --storage exact --matmul fp32 --loss circle sphereface2
+  face bench head --classes 200000 --sample-rate 1 0.1 --no-plain --storage exact --placement disk
 """
 
 import argparse
@@ -60,7 +60,7 @@ _COLOURS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.head", __doc__)
+    parser = make_parser("face bench head", __doc__)
     parser.add_argument("--classes", type=int, nargs="+", help="identities over all ranks; default 100000 and 1000000")
     parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")
     parser.add_argument("--batch", type=int, default=512, help="global batch")

@@ -1,4 +1,4 @@
-"""Train the demo network with every loss at its published settings: python -m scripts.benchmark.losses
+"""Train the demo network with every loss at its published settings: face bench losses
 
 Starts train.py for each loss, share of sampled classes and seed, in this order: all losses with the first seed and rate, then
 with the next rate, then with the next seed. So the table of accuracies is useful at any time; it is written anew after each
@@ -8,14 +8,14 @@ The numbers of a training go into --json when it has ended, and it is not repeat
 interrupted goes on from its checkpoint when the same command is started again. One that fails costs only itself; the next start
 tries it again.
 
-Draw the data first: python -m scripts.demo.make_data, or, so that sampled classes matter,
-python -m scripts.demo.make_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
+Draw the data first: face demo_data, or, so that sampled classes matter,
+face demo_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
 
 Examples:
-  python -m scripts.benchmark.losses --quick
-  python -m scripts.benchmark.losses --seeds 1 --rates 1 --processes 2
-  python -m scripts.benchmark.losses --losses arcface adaface --set data.path=datasets/demo_10000 train.epochs=1
-  python -m scripts.benchmark.losses --curves-only --out curves
+  face bench losses --quick
+  face bench losses --seeds 1 --rates 1 --processes 2
+  face bench losses --losses arcface adaface --set data.path=datasets/demo_10000 train.epochs=1
+  face bench losses --curves-only --out curves
 """
 
 import argparse
@@ -58,7 +58,7 @@ from utils.text import markdown_table
 from .kit import machine, split_page, write_into_page
 
 ROOT = Path(__file__).parents[2]
-BEGIN = "<!-- begin: written by scripts.benchmark.losses -->"
+BEGIN = "<!-- begin: written by face bench losses -->"
 NOTHING = "Not measured yet."
 _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "train.max_steps=4", "schedule.warmup_epochs=0")
 _QUICK_LOSSES = ["cosface", "curricularface"]
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = make_parser("python -m scripts.benchmark.losses", __doc__)
+    parser = make_parser("face bench losses", __doc__)
     names = f"all, or among {', '.join(SETTINGS)}; default: all but variants"
     parser.add_argument("--losses", nargs="+", metavar="NAME", help=names)
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 0.1], help="values of head.sample_rate")

@@ -1,6 +1,6 @@
 """Measure the searches for the nearest classes (head.sampling=neighbours): time, and recall of the approximate one.
 
-python -m scripts.benchmark.neighbours [--json FILE]
+face bench neighbours [--json FILE]
 
 The centres are random, or clustered: groups of 20 whose members have a given cosine with each other, in a random order. In many
 dimensions random centres are nearly orthogonal to one another, so no list holds a class's neighbours together; they are the
@@ -8,8 +8,8 @@ worst case. Exact search is timed for a sample of classes and extrapolated to al
 all classes, once for each number of probes. recall = share of the found neighbours that are among the exact ones of the sample.
 
 Examples:
-  python -m scripts.benchmark.neighbours --quick
-  python -m scripts.benchmark.neighbours --classes 1000000 --centres clustered --probes 32
+  face bench neighbours --quick
+  face bench neighbours --classes 1000000 --centres clustered --probes 32
 """
 
 import argparse
@@ -39,7 +39,7 @@ _NEIGHBOURS = 10  # head.neighbours
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     positive = int_in_range(1)
-    parser = make_parser("python -m scripts.benchmark.neighbours", __doc__)
+    parser = make_parser("face bench neighbours", __doc__)
     parser.add_argument("--classes", type=int_in_range(2), nargs="+", default=[100_000], help="numbers of identities")
     parser.add_argument("--centres", nargs="+", choices=("random", "clustered"), default=["random", "clustered"], help="drawn")
     parser.add_argument("--cosine", type=float, default=0.4, help="expected cosine within a group of clustered centres")

@@ -1,13 +1,13 @@
 """Compare storage formats and sampling schemes of the head on a task of known difficulty.
 
-python -m scripts.benchmark.numerics [--json FILE]
+face bench numerics [--json FILE]
 
 Embeddings are noisy draws around fixed unit vectors, one per class, in families of four that are hard to tell apart. Only the
 class centres train, with ArcFace and SGD. The results are the margin softmax loss over all classes on held-out embeddings,
 and the mean cosine to the nearest wrong centre. There is no backbone: this ranks numerical formats and sampling schemes by how
 well they optimise. It says nothing about the accuracy of face recognition.
 
-Example: python -m scripts.benchmark.numerics --quick
+Example: face bench numerics --quick
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.numerics", __doc__)
+    parser = make_parser("face bench numerics", __doc__)
     parser.add_argument("--classes", type=int, default=12288, help="identities")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each case; the table gives means")

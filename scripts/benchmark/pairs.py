@@ -1,8 +1,8 @@
-"""Measure the comparison of all pairs against bare products of the same blocks: python -m scripts.benchmark.pairs
+"""Measure the comparison of all pairs against bare products of the same blocks: face bench pairs
 
 The faces are random vectors, ten of each person. Bare products multiply the same blocks of rows, and look at no cosine.
 
-Example: python -m scripts.benchmark.pairs --quick
+Example: face bench pairs --quick
 """
 
 import argparse
@@ -23,7 +23,7 @@ _IMAGES, _SIZE = 10, 512  # of a person; numbers of a vector
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.pairs", __doc__)
+    parser = make_parser("face bench pairs", __doc__)
     parser.add_argument("--people", type=int_in_range(2), default=10_000, help="with ten images each")
     parser.add_argument("--rounds", type=int_in_range(1), default=3, help="the medians count")
     add_common_arguments(parser, "1,500 people: under a minute on two cores", device=False)

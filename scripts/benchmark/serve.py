@@ -1,9 +1,9 @@
-"""Measure how many requests `face serve` answers, and how fast: python -m scripts.benchmark.serve
+"""Measure how many requests `face serve` answers, and how fast: face bench serve
 
 The service runs in a process of its own, with a network that is not trained and a gallery of some people. 1, 4 and 16 clients
 search for a face, each without pause. Beside that, `one at a time`: the same service, which embeds each face alone.
 
-Example: python -m scripts.benchmark.serve --quick
+Example: face bench serve --quick
 """
 
 import argparse
@@ -42,7 +42,7 @@ _HEADERS = {"Content-Type": "application/octet-stream"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.serve", __doc__)
+    parser = make_parser("face bench serve", __doc__)
     parser.add_argument("--backbone", default="r18", help="network (default: %(default)s)")
     parser.add_argument("--width", type=float, default=1.0, help="its width (default: %(default)s)")
     parser.add_argument("--requests", type=int_in_range(1), default=200, help="of each measurement (default: %(default)s)")

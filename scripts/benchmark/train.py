@@ -1,4 +1,4 @@
-"""Measure the whole training step: python -m scripts.benchmark.train
+"""Measure the whole training step: face bench train
 
 Takes steps of the real training code (loader, backbone, head, optimizer, several processes) and of a plain loop, fp32 and
 eager, plain.py, and prints images per second, their ratio and the peak memory of a process. Both run in processes of
@@ -10,8 +10,8 @@ and products, forward and backward, and 6 B C D of the head) as a share of matri
 the whole step, and of each part that has such operations.
 
 Examples:
-  python -m scripts.benchmark.train --quick
-  python -m scripts.benchmark.train --backbone r50 --classes 93431 --processes 2 --json train.json
+  face bench train --quick
+  face bench train --backbone r50 --classes 93431 --processes 2 --json train.json
 """
 
 import argparse
@@ -187,7 +187,7 @@ _NAMES = {"ours": "ours", "plain": "plain, fp32", "reference": "arcface_torch"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = make_parser("python -m scripts.benchmark.train", __doc__)
+    parser = make_parser("face bench train", __doc__)
     count = int_in_range(1)
     parser.add_argument("--backbone", choices=list_backbones(), default="r18", help="network")
     parser.add_argument("--width", type=float, default=1.0, help="factor on its channels")

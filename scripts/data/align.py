@@ -1,15 +1,15 @@
-"""Align faces by five landmarks: python -m scripts.data.align FOLDER LANDMARKS OUT
+"""Align faces by five landmarks: face data align FOLDER LANDMARKS OUT
 
 Every picture below FOLDER is aligned to the standard template (utils/alignment.py) by its line in LANDMARKS, and written below
 OUT under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT already has are skipped, so that an
 interrupted run can be continued. Landmarks outside their picture are an error. OUT/padding.csv lists faces that are largely
-padding. Landmarks of scripts.deploy.detect need --upright, and --listed where it rejected pictures.
+padding. Landmarks of face detect need --upright, and --listed where it rejected pictures.
 
 LANDMARKS: a CSV file with a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
 and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may give another order
 of the columns.
 
-Example: python -m scripts.data.align people landmarks.csv aligned
+Example: face data align people landmarks.csv aligned
 """
 
 import argparse
@@ -31,7 +31,7 @@ from utils.text import prefix_errors
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and align; return the exit status."""
-    parser = make_parser("python -m scripts.data.align", __doc__)
+    parser = make_parser("face data align", __doc__)
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels; the header is optional")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")

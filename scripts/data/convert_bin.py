@@ -1,4 +1,4 @@
-"""Write verification sets without pickles: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out DIR
+"""Write verification sets without pickles: face data convert_bin lfw.bin cfp_fp.bin --out DIR
 
 NAME.safetensors holds each distinct image once, byte for byte, and the same pairs in the same order. eval.targets finds it
 under the same NAME. --to bin converts back, for tools that read only .bin.
@@ -6,7 +6,7 @@ under the same NAME. --to bin converts back, for tools that read only .bin.
 A .bin file is a pickle of (encoded images, same or not for each pair), in insightface's format; it is read without
 executing anything. A .csv file has lines 'path1,path2,same', with paths relative to it and same 0 or 1.
 
-Example: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out sets
+Example: face data convert_bin lfw.bin cfp_fp.bin --out sets
 """
 
 import argparse
@@ -22,7 +22,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = make_parser("python -m scripts.data.convert_bin", __doc__)
+    parser = make_parser("face data convert_bin", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")
     parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="format of the new files")

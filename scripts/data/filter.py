@@ -1,14 +1,14 @@
-"""Copy a part of a set: python -m scripts.data.filter SET OUT --min-images 3 --drop report/drop.csv
+"""Copy a part of a set: face data filter SET OUT --min-images 3 --drop report/drop.csv
 
 The remaining identities are renumbered 0 to C - 1, in their old order; OUT/classes.csv has the old numbers. Image bytes do not
 change. SET may be any training set; OUT is a RecordIO set.
 
---drop: a text file whose lines begin with the index of an image to drop, such as drop.csv of scripts.data.inspect.
---decisions: decisions.csv of scripts.analysis.clean: images to drop or to move, identities to drop, to merge or to split.
+--drop: a text file whose lines begin with the index of an image to drop, such as drop.csv of face data inspect.
+--decisions: decisions.csv of face clean: images to drop or to move, identities to drop, to merge or to split.
 
 Examples:
-  python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
-  python -m scripts.data.filter set cleaned --min-images 3 --decisions labels/decisions.csv
+  face data filter set cleaned --min-images 3 --drop report/drop.csv
+  face data filter set cleaned --min-images 3 --decisions labels/decisions.csv
 """
 
 import argparse
@@ -26,11 +26,11 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and copy; return the exit status."""
-    parser = make_parser("python -m scripts.data.filter", __doc__)
+    parser = make_parser("face data filter", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="folder of the new set")
     parser.add_argument("--drop", type=Path, help="CSV or text file: a line's first column is the index of an image to drop")
-    parser.add_argument("--decisions", type=Path, help="CSV: action,image,identity,to, as scripts.analysis.clean writes it")
+    parser.add_argument("--decisions", type=Path, help="CSV: action,image,identity,to, as face clean writes it")
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities with fewer images left")
     parser.add_argument("--max-images", type=int_in_range(0), default=0, help="of an identity, drawn at random; 0 = all")

@@ -1,4 +1,4 @@
-"""Make a RecordIO set from pictures: python -m scripts.data.folder_to_rec FOLDER OUT
+"""Make a RecordIO set from pictures: face data folder_to_rec FOLDER OUT
 
 FOLDER has a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files are stored byte for byte; others are aligned by the
 five landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
@@ -10,8 +10,8 @@ FOLDER may also be a .lst file with a line for each picture: aligned, path, labe
 separated by tabs. Paths are relative to the file.
 
 Examples:
-  python -m scripts.data.folder_to_rec aligned set
-  python -m scripts.data.folder_to_rec photographs set --landmarks landmarks.csv --min-images 2
+  face data folder_to_rec aligned set
+  face data folder_to_rec photographs set --landmarks landmarks.csv --min-images 2
 """
 
 import argparse
@@ -22,7 +22,7 @@ from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import Picture, Rejected, Rules, encode, list_identities
 from deploy.faces.pictures import read_list as read_lst
-from utils.cli import add_threads, int_in_range, make_parser, progress, rename_in
+from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import write_file
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
@@ -31,7 +31,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the set; return the exit status."""
-    parser = make_parser("python -m scripts.data.folder_to_rec", __doc__)
+    parser = make_parser("face data folder_to_rec", __doc__)
     parser.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or a .lst of insightface or im2rec")
     parser.add_argument("out", type=Path, help="folder of the set")
     parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")
@@ -81,7 +81,7 @@ def convert(options: argparse.Namespace) -> None:
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
-    print(rename_in(f"next: python -m scripts.data.inspect {options.out} --out report"))
+    print(f"next: face data inspect {options.out} --out report")
 
 
 def _advice(picture: Picture, bad: Rejected) -> str:

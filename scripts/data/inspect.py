@@ -1,4 +1,4 @@
-"""Inspect a set: python -m scripts.data.inspect SET --out DIR --bins lfw.bin cfp_fp.bin
+"""Inspect a set: face data inspect SET --out DIR --bins lfw.bin cfp_fp.bin
 
 Reads every image once and reports faults and statistics: pictures that are also in a test set, copies (the same file, or the
 same picture compressed or resized again), images of one colour, images that do not decode, counts, sizes. DIR then holds
@@ -6,9 +6,9 @@ same picture compressed or resized again), images of one colour, images that do 
 report.html          one page with pictures             report.json    the same numbers
 bad.csv              images that do not decode, or have one colour
 duplicates.csv       copies                 overlap.csv     pictures of the test sets
-drop.csv             input of scripts.data.filter --drop: bad images, copies, pictures of the test sets
+drop.csv             input of face data filter --drop: bad images, copies, pictures of the test sets
 
-Example: python -m scripts.data.inspect set --out report --bins lfw.bin cfp_fp.bin
+Example: face data inspect set --out report --bins lfw.bin cfp_fp.bin
 """
 
 import argparse
@@ -128,7 +128,7 @@ class Findings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and inspect; return the exit status."""
-    parser = make_parser("python -m scripts.data.inspect", __doc__)
+    parser = make_parser("face data inspect", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
     parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets: .bin, .safetensors or .csv files of pairs")

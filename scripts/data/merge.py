@@ -1,4 +1,4 @@
-"""Write several sets as one: python -m scripts.data.merge SET SET ... --out OUT
+"""Write several sets as one: face data merge SET SET ... --out OUT
 
 --labels maps the labels, like data.labels in training: offset (people of different sets are different, the default), same
 (equal numbers are one person), or a file of lines 'source label class'. Training on several sets needs no copy: see
@@ -8,8 +8,8 @@ The file of --labels lists every label of every SET: source is 0 for the first S
 label in OUT, from 0 without gaps.
 
 Examples:
-  python -m scripts.data.merge first second --out both
-  python -m scripts.data.merge first second --out both --labels classes.txt
+  face data merge first second --out both
+  face data merge first second --out both --labels classes.txt
 """
 
 import argparse
@@ -27,7 +27,7 @@ from utils.text import prefix_errors
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and merge; return the exit status."""
-    parser = make_parser("python -m scripts.data.merge", __doc__)
+    parser = make_parser("face data merge", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a folder per identity; list files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new set")
     parser.add_argument("--labels", default="offset", help="offset, same, or a file of lines 'source label class'")

@@ -1,4 +1,4 @@
-"""Make a verification set: python -m scripts.data.pairs_to_bin lfw|cfp|csv|sample ... OUT.bin
+"""Make a verification set: face data pairs_to_bin lfw|cfp|csv|sample ... OUT.bin
 
 lfw      a folder of NAME/NAME_0001.jpg and its pairs.txt
 cfp      the folder of Celebrities in Frontal-Profile, with Protocol/ and the aligned pictures: --kind FP or FF
@@ -10,9 +10,9 @@ Pictures must be aligned; files are stored byte for byte. The order of the pairs
 pairs.txt of LFW: 'folds pairs' in its first line, then lines 'name n m' and 'name n name m', separated by tabs.
 
 Examples:
-  python -m scripts.data.pairs_to_bin lfw lfw_aligned pairs.txt lfw.bin
-  python -m scripts.data.pairs_to_bin csv pictures pairs.csv own.bin
-  python -m scripts.data.pairs_to_bin sample set own.bin --pairs 3000
+  face data pairs_to_bin lfw lfw_aligned pairs.txt lfw.bin
+  face data pairs_to_bin csv pictures pairs.csv own.bin
+  face data pairs_to_bin sample set own.bin --pairs 3000
 """
 
 import argparse
@@ -37,7 +37,7 @@ Pair = tuple[Path, Path, bool]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the set; return the exit status."""
-    parser = make_parser("python -m scripts.data.pairs_to_bin", __doc__)
+    parser = make_parser("face data pairs_to_bin", __doc__)
     kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
     lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")
     lfw.add_argument("folder", type=Path, help="folder with NAME/NAME_0001.jpg")
@@ -94,7 +94,7 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
     if (height, width) != (IMAGE_SIZE, IMAGE_SIZE) and not any_size:
         raise ValueError(
             f"{name}: is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}; align the pictures first "
-            "(scripts.data.align), or add --any-size to have square pictures resized when they are scored"
+            "(face data align), or add --any-size to have square pictures resized when they are scored"
         )
 
 

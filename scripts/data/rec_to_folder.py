@@ -1,9 +1,9 @@
-"""Turn a RecordIO set into picture files: python -m scripts.data.rec_to_folder SET OUT
+"""Turn a RecordIO set into picture files: face data rec_to_folder SET OUT
 
 Writes a folder per identity, OUT/000123/KEY.jpg, with the bytes of the set. Existing files of the right size are skipped, so an
 interrupted run can be continued.
 
-Example: python -m scripts.data.rec_to_folder set pictures --classes 0:10
+Example: face data rec_to_folder set pictures --classes 0:10
 """
 
 import argparse
@@ -22,7 +22,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write; return the exit status."""
-    parser = make_parser("python -m scripts.data.rec_to_folder", __doc__)
+    parser = make_parser("face data rec_to_folder", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")

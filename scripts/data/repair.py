@@ -1,4 +1,4 @@
-"""Mend a RecordIO set: python -m scripts.data.repair SET, or python -m scripts.data.repair SET --out COPY
+"""Mend a RecordIO set: face data repair SET, or face data repair SET --out COPY
 
 Without --out: rebuild the index if train.rec is sound, but train.idx is missing, cut, or belongs to another set. The old index
 is kept as train.idx.old. With --out: write a copy without the damaged records and the images that do not decode, which
@@ -6,7 +6,7 @@ COPY/left_out.csv lists. Labels do not change. Neither way changes train.rec. Ex
 
 SET: a folder with train.rec, and train.idx and property if the set has them.
 
-Example: python -m scripts.data.repair /data/ms1m-retinaface-t1 --out /data/mended
+Example: face data repair /data/ms1m-retinaface-t1 --out /data/mended
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and mend; return the exit status."""
-    parser = make_parser("python -m scripts.data.repair", __doc__)
+    parser = make_parser("face data repair", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("--out", type=Path, help="folder for a copy of the sound images; decodes every image")
     add_threads(parser)

@@ -1,10 +1,10 @@
-"""Show what augmentation does: python -m scripts.data.show_augmentation SET sheet.png
+"""Show what augmentation does: face data show_augmentation SET sheet.png
 
 Draws a PNG with some pictures: unchanged, with each operation alone at its configured strength, and as training would see them.
 
 Examples:
-  python -m scripts.data.show_augmentation datasets/demo sheet.png
-  python -m scripts.data.show_augmentation datasets/demo sheet.png augment.blur=0.5 augment.jpeg=0.5 --columns 6
+  face data show_augmentation datasets/demo sheet.png
+  face data show_augmentation datasets/demo sheet.png augment.blur=0.5 augment.jpeg=0.5 --columns 6
 """
 
 import argparse
@@ -25,7 +25,7 @@ _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
-    parser = make_parser("python -m scripts.data.show_augmentation", __doc__)
+    parser = make_parser("face data show_augmentation", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="PNG file")
     parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help="augment.KEY=VALUE ...")

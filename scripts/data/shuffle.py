@@ -1,9 +1,9 @@
-"""Copy a RecordIO set in random order: python -m scripts.data.shuffle SET OUT --seed 1
+"""Copy a RecordIO set in random order: face data shuffle SET OUT --seed 1
 
 For readers that read the file from front to back (a network file system, DALI), and for data.shuffle=block. The copy has no
 header record; images and labels do not change.
 
-Example: python -m scripts.data.shuffle set shuffled --seed 1
+Example: face data shuffle set shuffled --seed 1
 """
 
 import argparse
@@ -23,7 +23,7 @@ _AHEAD = 4096  # images that are prefetched at once
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and copy; return the exit status."""
-    parser = make_parser("python -m scripts.data.shuffle", __doc__)
+    parser = make_parser("face data shuffle", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the order (default 0)")

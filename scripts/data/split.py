@@ -1,4 +1,4 @@
-"""Hold out people for testing: python -m scripts.data.split SET OUT --held-out 200
+"""Hold out people for testing: face data split SET OUT --held-out 200
 
 OUT/train is the set without the held-out identities, OUT/held_out has only them, and OUT/held_out.bin has pairs of them, half
 genuine, in ten folds without common identities. eval.targets=[held_out] eval.path=OUT scores them during training.
@@ -6,7 +6,7 @@ genuine, in ten folds without common identities. eval.targets=[held_out] eval.pa
 SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
 of lines 'path label'.
 
-Example: python -m scripts.data.split set cut --held-out 200
+Example: face data split set cut --held-out 200
 """
 
 import argparse
@@ -20,13 +20,13 @@ from data.scan import copy_set, open_set_of
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.sample import USUAL, most_pairs, sample_pairs
 from eval.verification import FOLDS
-from utils.cli import int_in_range, make_parser, rename_in
+from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and split; return the exit status."""
-    parser = make_parser("python -m scripts.data.split", __doc__)
+    parser = make_parser("face data split", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
     parser.add_argument(
@@ -75,7 +75,7 @@ def split(options: argparse.Namespace) -> None:
     write_bin(target, [images[index] for index in indices], same.tolist())
     print(f"{target}: {len(same)} pairs of {len(images)} images")
     keys = [f"data.path={options.out / 'train'}", f"eval.path={options.out}", "eval.targets=[held_out]"]
-    print(rename_in(f"next: python train.py {shlex.join(['small', *keys])}"))
+    print(f"next: face train {shlex.join(['small', *keys])}")
 
 
 def _number(text: str) -> float:

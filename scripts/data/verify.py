@@ -1,13 +1,13 @@
-"""Read a set from end to end: python -m scripts.data.verify SET_OR_BIN ...
+"""Read a set from end to end: face data verify SET_OR_BIN ...
 
 Opens each set like training (index, header record, every label and length), then reads and decodes every image. The exit status
 is 0 if there is no fault, otherwise 1; an image of one colour is a fault. --bad FILE lists every bad image for
-scripts.data.filter --drop. scripts.data.repair mends a set that does not open.
+face data filter --drop. face data repair mends a set that does not open.
 
 SET_OR_BIN: a training set (a folder with train.rec, *.tar or a sub-folder for each person; a list of 'path label'), or pairs:
 .bin, .safetensors, or .csv with lines 'path1,path2,same'.
 
-Example: python -m scripts.data.verify datasets/demo lfw.bin
+Example: face data verify datasets/demo lfw.bin
 """
 
 import argparse
@@ -31,7 +31,7 @@ _SHOWN = 20  # bad images that are printed
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and verify; return the exit status."""
-    parser = make_parser("python -m scripts.data.verify", __doc__)
+    parser = make_parser("face data verify", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="training sets; .bin, .safetensors or .csv files of pairs")
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")
     add_threads(parser)

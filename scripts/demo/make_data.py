@@ -1,6 +1,6 @@
 """Draw the demo dataset: synthetic faces, in the formats of real sets.
 
-python -m scripts.demo.make_data --out datasets/demo
+face demo_data --out datasets/demo
 
 With --identities 10000 sampled classes matter as they do for real sets; the verification sets are those of the default.
 Identity fixes a face's geometry, skin, hair and marks; each picture varies pose, light, expression, age, blur, occlusion and
@@ -12,8 +12,8 @@ training set, and visitors/ one more of each, and of two strangers. Every pictur
 the same arguments give the same bytes.
 
 Examples:
-  python -m scripts.demo.make_data --out datasets/demo
-  python -m scripts.demo.make_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
+  face demo_data --out datasets/demo
+  face demo_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
 """
 
 import argparse
@@ -60,7 +60,7 @@ class DrawnPicture(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
-    parser = make_parser("python -m scripts.demo.make_data", __doc__)
+    parser = make_parser("face demo_data", __doc__)
     parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to create")
     parser.add_argument("--identities", type=int, default=500, help="people in the training set")
     parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them")

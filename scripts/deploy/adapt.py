@@ -1,4 +1,4 @@
-"""Fit an adapter from an old network's embeddings to a new one's: python -m scripts.deploy.adapt OLD NEW [FOLDER] --out FILE
+"""Fit an adapter from an old network's embeddings to a new one's: face adapt OLD NEW [FOLDER] --out FILE
 
 For galleries without pictures, which cannot be embedded anew: `face gallery adapt` then makes one of the new network of them.
 OLD and NEW are networks, and FOLDER has pictures with a sub-folder for each person; or they are two tables of `face embed`,
@@ -8,8 +8,8 @@ The best of --kinds is taken, by the TAR among adapted and new embeddings of peo
 other people again: TAR with 95 % intervals of new and new, old and old, adapted and new embeddings.
 
 Examples:
-  python -m scripts.deploy.adapt work_dirs/old work_dirs/new people --out adapter.safetensors
-  python -m scripts.deploy.adapt old.parquet new.parquet --kinds linear --out adapter.safetensors
+  face adapt work_dirs/old work_dirs/new people --out adapter.safetensors
+  face adapt old.parquet new.parquet --kinds linear --out adapter.safetensors
 """
 
 import argparse
@@ -31,7 +31,7 @@ from utils.text import markdown_table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and fit; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.adapt", __doc__)
+    parser = make_parser("face adapt", __doc__)
     parser.add_argument("old", type=Path, help="network of the galleries, or table")
     parser.add_argument("new", type=Path, help="network that replaces it, or table")
     parser.add_argument("folder", type=Path, nargs="?", help="pictures, for networks")

@@ -1,16 +1,16 @@
-"""Write a network's model card: python -m scripts.deploy.card RUN --out DIR
+"""Write a network's model card: face card RUN --out DIR
 
 The card says what a network is: backbone, data, recipe, results with 95 % intervals, thresholds, what it takes and returns.
 DIR then has card.md with its pictures, and card.yaml. Only a person can say what the
 network is meant for, under which licences, and whom to ask. Write that into card.yaml, and make the card again: card.yaml is
 never changed, and a card that was changed by hand is never overwritten.
 
-The results are those of results.json, which training writes at its end, and python -m eval --report for any network. Paths of
+The results are those of results.json, which training writes at its end, and face eval --report for any network. Paths of
 folders are not on the card, only the names of data sets and files.
 
 Examples:
-  python -m scripts.deploy.card work_dirs/demo_cpu --out card
-  python -m scripts.deploy.card work_dirs/demo_cpu --best --results report/results.json --out card
+  face card work_dirs/demo_cpu --out card
+  face card work_dirs/demo_cpu --best --results report/results.json --out card
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the card; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.card", __doc__)
+    parser = make_parser("face card", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the card")
     parser.add_argument(

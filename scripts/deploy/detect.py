@@ -1,15 +1,15 @@
-"""Find and align faces: python -m scripts.deploy.detect FOLDER OUT --detector FILE.onnx
+"""Find and align faces: face detect FOLDER OUT --detector FILE.onnx
 
 Every photograph below FOLDER is searched for faces. Each face that counts is aligned to the standard template
 (utils/alignment.py) and written below OUT under the same relative name as a JPEG; with --which all as NAME_1.jpg, NAME_2.jpg
 and so on, best score first. Photographs are turned as their EXIF orientation says. OUT then also holds
 
-landmarks.csv   the five points of each face in pixels of its upright picture, then box and score; scripts.data.align reads it
+landmarks.csv   the five points of each face in pixels of its upright picture, then box and score; face data align reads it
 rejected.csv    pictures without a face that can be aligned, with the reason
 padding.csv     faces that are largely outside their picture, if there are any
 detect.jsonl    what is done, so that an interrupted run can be continued: start the same command again
 
-Example: python -m scripts.deploy.detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet faces.png
+Example: face detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet faces.png
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, detect and align; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.detect", __doc__)
+    parser = make_parser("face detect", __doc__)
     parser.add_argument("folder", type=Path, help="folder of photographs, with or without sub-folders")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     add_detector_arguments(parser, required=True)

@@ -1,4 +1,4 @@
-"""Embed a folder of faces: python -m scripts.deploy.embed NETWORK FOLDER --out features.parquet
+"""Embed a folder of faces: face embed NETWORK FOLDER --out features.parquet
 
 Every picture below FOLDER, or image of a training set (train.rec, *.tar, a list of 'path label'), becomes a unit vector: the
 sum of the network's embeddings of the face and its mirror image, divided by its norm. Pictures are aligned crops of the
@@ -15,8 +15,8 @@ What is done is kept in OUT.unfinished. A run that was killed continues where it
 Each process has one thread for arithmetic, so that the vectors do not depend on the number of processes.
 
 Examples:
-  python -m scripts.deploy.embed work_dirs/ms1mv3_r50 crops --out features.parquet
-  python -m scripts.deploy.embed r100.onnx photographs --detector yunet.onnx --out features.npy --processes 4
+  face embed work_dirs/ms1mv3_r50 crops --out features.parquet
+  face embed r100.onnx photographs --detector yunet.onnx --out features.npy --processes 4
 """
 
 import argparse
@@ -40,7 +40,7 @@ from utils.text import one_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and embed; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.embed", __doc__)
+    parser = make_parser("face embed", __doc__)
     add_network_arguments(parser)
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders, or a training set")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"file to write: {' or '.join(FORMS)}")

@@ -1,4 +1,4 @@
-"""Enrol people in a gallery: python -m scripts.deploy.enrol [[NETWORK] GALLERY] FOLDER
+"""Enrol people in a gallery: face enrol [[NETWORK] GALLERY] FOLDER
 
 FOLDER has a sub-folder of pictures for each person; see --person-from and --person for others. The pictures are aligned crops
 of the network's size, or photographs if --detector names a face detector. GALLERY is a file, made if there is none, by default
@@ -8,8 +8,8 @@ Pictures that are enrolled already are skipped, so that the same command continu
 the gallery after each batch, and --list names them then. Rejected ones are named with the reason, three of each without --list.
 
 Examples:
-  python -m scripts.deploy.enrol people --detector yunet.onnx
-  python -m scripts.deploy.enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
+  face enrol people --detector yunet.onnx
+  face enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and enrol; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.enrol", __doc__)
+    parser = make_parser("face enrol", __doc__)
     parser.add_argument("words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] FOLDER", help="a folder may be a picture")
     add_network_arguments(parser, positional=False)
     parser.add_argument("--person", metavar="NAME", help="this person is on all pictures")

@@ -1,4 +1,4 @@
-"""Export a network to ONNX, torch.export or OpenVINO: python -m scripts.deploy.export [RUN] --out FILE
+"""Export a network to ONNX, torch.export or OpenVINO: face export [RUN] --out FILE
 
 The file takes a batch of any size. Its metadata has the input contract: size, colour order, mean, std, alignment points, length
 of the embeddings, and which weights they are. With --with-preprocess the file takes bytes, (batch, S, S, 3) uint8 RGB, and
@@ -9,12 +9,12 @@ embedding at most. --precision fp16 and int8 are compared by their accuracy on v
 of its activations from the images of a set, --calibrate, by default the run's training set.
 
 Examples:
-  python -m scripts.deploy.export --out demo.onnx
-  python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --with-preprocess
-  python -m scripts.deploy.export backbone.pth --backbone r50 --to onnx --out r50_int8.onnx --precision int8 --calibrate people
-  python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
-  python -m scripts.deploy.export work_dirs/ms1mv3_r50 --pack insightface --out ~/.insightface/models/mine/recognition.onnx
-  python -m scripts.deploy.export work_dirs/ms1mv3_r50 --pack hub --fields card/card.yaml --out my_network
+  face export --out demo.onnx
+  face export work_dirs/demo_cpu --to onnx --out demo.onnx --with-preprocess
+  face export backbone.pth --backbone r50 --to onnx --out r50_int8.onnx --precision int8 --calibrate people
+  face export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
+  face export work_dirs/ms1mv3_r50 --pack insightface --out ~/.insightface/models/mine/recognition.onnx
+  face export work_dirs/ms1mv3_r50 --pack hub --fields card/card.yaml --out my_network
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and export; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.export", __doc__)
+    parser = make_parser("face export", __doc__)
     add_choice_of_network(parser, newest=True)
     parser.add_argument("--to", choices=tuple(SUFFIXES), help="form of the file (default: as the name of FILE ends)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx, .pt2 or .xml (OpenVINO)")

@@ -1,4 +1,4 @@
-"""Look after a gallery: python -m scripts.deploy.gallery COMMAND [GALLERY]
+"""Look after a gallery: face gallery COMMAND [GALLERY]
 
 show says what is in it. check reads every byte. remove forgets people or single images and overwrites their vectors, faces and
 rows with zeros; compact then writes the file anew, smaller, and without pieces of them that SQLite may have left. reembed
@@ -7,9 +7,9 @@ without pictures. export copies the vectors into Qdrant, a database of vectors. 
 changes nothing.
 
 Examples:
-  python -m scripts.deploy.gallery show people.gallery --people
-  python -m scripts.deploy.gallery remove people.gallery --person "Ada Lovelace"
-  python -m scripts.deploy.gallery reembed people.gallery work_dirs/ms1mv3_r100
+  face gallery show people.gallery --people
+  face gallery remove people.gallery --person "Ada Lovelace"
+  face gallery reembed people.gallery work_dirs/ms1mv3_r100
 """
 
 import argparse
@@ -27,7 +27,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the command; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.gallery", __doc__)
+    parser = make_parser("face gallery", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:

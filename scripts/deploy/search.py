@@ -1,4 +1,4 @@
-"""Search a gallery: who is on these pictures? python -m scripts.deploy.search [[NETWORK] GALLERY] PICTURES...
+"""Search a gallery: who is on these pictures? face search [[NETWORK] GALLERY] PICTURES...
 
 PICTURES are aligned crops, or photographs if --detector names a face detector; folders are searched for pictures. GALLERY is by
 default people.gallery. Without NETWORK, the network and the detector are those that the gallery was enrolled with.
@@ -12,9 +12,9 @@ embeddings of its best faces.
 --labelled counts how often the right person is first, for pictures whose person is known by --person-from.
 
 Examples:
-  python -m scripts.deploy.search visitor.jpg --far 1e-2
-  python -m scripts.deploy.search people.gallery clip.mp4 --every 5 --sheet tracks.png --json tracks.json
-  python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
+  face search visitor.jpg --far 1e-2
+  face search people.gallery clip.mp4 --every 5 --sheet tracks.png --json tracks.json
+  face search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from utils.program import run_main
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and search; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.search", __doc__)
+    parser = make_parser("face search", __doc__)
     parser.add_argument("words", type=Path, nargs="*", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, videos, folders")
     parser.add_argument("--camera", type=int_in_range(0, 99), metavar="N", help="search what this camera sees, until Ctrl-C")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""A network as a service, with a page to try it on: python -m scripts.deploy.serve [NETWORK]
+"""A network as a service, with a page to try it on: face serve [NETWORK]
 
 Drop two photographs on the page: is it the same person, and where does the score lie among genuine and impostor pairs? With
 --gallery drop one: who is it? Programs ask by REST: verify, search, embed, enrol, remove; the page /api lists the requests.
@@ -6,12 +6,12 @@ Drop two photographs on the page: is it the same person, and where does the scor
 It listens on 127.0.0.1, for all who are logged in on this machine. With --keys requests need a key of the file, whose lines
 are `ask KEY` or `change KEY`; only the latter may enrol and remove, and only with keys may --host name another address.
 Without --detector a picture must be an aligned crop. Thresholds and histograms are those of the run that is the network, or of
---results, the results.json of python -m eval --report, or of --pairs, a verification set. Ctrl-C ends it.
+--results, the results.json of face eval --report, or of --pairs, a verification set. Ctrl-C ends it.
 
 Examples:
-  python -m scripts.deploy.serve work_dirs/demo_cpu
-  python -m scripts.deploy.serve model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-2
-  python -m scripts.deploy.serve model.onnx --gallery people.gallery --keys keys --host 0.0.0.0 --tls cert.pem key.pem
+  face serve work_dirs/demo_cpu
+  face serve model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-2
+  face serve model.onnx --gallery people.gallery --keys keys --host 0.0.0.0 --tls cert.pem key.pem
 """
 
 import argparse
@@ -39,7 +39,7 @@ _PATIENCE = 5.0  # seconds that an enrolment waits for another process; searches
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and serve the page; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.serve", __doc__)
+    parser = make_parser("face serve", __doc__)
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)
     parser.add_argument(

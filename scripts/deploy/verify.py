@@ -1,4 +1,4 @@
-"""Are two pictures of one person? python -m scripts.deploy.verify [NETWORK] A B
+"""Are two pictures of one person? face verify [NETWORK] A B
 
 A and B are aligned crops, or photographs if --detector names a face detector. Prints the cosine of the two faces, and with a
 threshold whether it is the same person.
@@ -6,7 +6,7 @@ threshold whether it is the same person.
 Exit status: 0 = the same person, or no threshold was given; 3 = different people; 1 = an error, such as a picture without a
 face; 2 = a wrong command line.
 
-Example: python -m scripts.deploy.verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --far 1e-2
+Example: face verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --far 1e-2
 """
 
 import argparse
@@ -32,7 +32,7 @@ DIFFERENT = 3  # exit status
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.verify", __doc__)
+    parser = make_parser("face verify", __doc__)
     add_network_arguments(parser, newest=True)
     parser.add_argument("a", type=Path, help="a picture")
     parser.add_argument("b", type=Path, help="another picture")

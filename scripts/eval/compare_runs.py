@@ -1,13 +1,13 @@
-"""Draw a run, or compare several: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B
+"""Draw a run, or compare several: face compare work_dirs/A work_dirs/B
 
 Lists the differences between the configurations of the runs, shows their numbers side by side, and overlays their curves: loss,
 learning rate, cosine, gradient norm, speed, verification accuracy (of several runs the mean of the sets) and ROC.
-work_dirs/comparison then has comparison.html, comparison.png and comparison.md. A folder that `python -m eval` wrote can stand
+work_dirs/comparison then has comparison.html, comparison.png and comparison.md. A folder that `face eval` wrote can stand
 for a run: it has results, but neither a configuration nor training curves.
 
 Examples:
-  python -m scripts.eval.compare_runs work_dirs/demo_cpu
-  python -m scripts.eval.compare_runs work_dirs/one work_dirs/two
+  face compare work_dirs/demo_cpu
+  face compare work_dirs/one work_dirs/two
 """
 
 import argparse
@@ -57,8 +57,8 @@ class Run(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = make_parser("python -m scripts.eval.compare_runs", __doc__)
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of python -m eval --report")
+    parser = make_parser("face compare", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of face eval --report")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/comparison"), help="folder of the comparison")
     return run_main(compare, parser.parse_args(arguments))
 
@@ -160,7 +160,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
             if any(len(pair) != 2 for pair in ranges) or len(curve["far"]) != len(curve["tar"]):
                 raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise ValueError(f"{path}: is not the results of an evaluation; rewrite it with python -m eval --report") from None
+        raise ValueError(f"{path}: is not the results of an evaluation; rewrite it with face eval --report") from None
     return dict(found)
 
 

@@ -10,10 +10,10 @@ Environment, with several processes: TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the secon
 (default 180). NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are the network interface, such as eth0, for GPUs and for CPUs.
 
 Examples:
-  python -m scripts.launch.train ms1mv3_r50 data.path=/data/ms1m-retinaface-t1 optimizer.lr=0.05 train.epochs=2
-  python -m scripts.launch.train ms1mv3_r50 data.path=/data/ms1m-retinaface-t1 --check
-  python -m scripts.launch.train configs/mine.yaml --processes 2
-  python -m scripts.launch.train wf42m_pfc02_16gpus_r100 data.path=/data/webface42m --machines 2 --head gpu01
+  face train ms1mv3_r50 data.path=/data/ms1m-retinaface-t1 optimizer.lr=0.05 train.epochs=2
+  face train ms1mv3_r50 data.path=/data/ms1m-retinaface-t1 --check
+  face train configs/mine.yaml --processes 2
+  face train wf42m_pfc02_16gpus_r100 data.path=/data/webface42m --machines 2 --head gpu01
 """
 
 import argparse
@@ -38,7 +38,7 @@ _PORT = 29500
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and train in one process or several; return the exit status."""
-    parser = make_parser("python -m scripts.launch.train", __doc__)
+    parser = make_parser("face train", __doc__)
     parser.add_argument("config", help="name of a file in configs/, such as demo_cpu, or the path of a YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")

@@ -16,8 +16,6 @@ from utils.text import prefix_errors
 from .format import BACKBONE, SOFTMAX, TRAINER, find_checkpoint, read_manifest, slots_by_head
 from .tensor_file import HASH, file_hash, load_plain, read_part, read_tensors, tensor_places
 
-ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
-
 
 def read_file(checkpoint: Path, name: str) -> Any:
     """Return a part of a checkpoint as it was passed to CheckpointWriter.save, on the CPU.

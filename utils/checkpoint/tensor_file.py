@@ -214,7 +214,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise ValueError(
                 f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
-                "only the network, or convert a checkpoint of arcface_torch with scripts.arcface_torch.import_checkpoint"
+                "only the network, or convert a checkpoint of arcface_torch with face migrate checkpoint"
             )
         if not is_plain(value):
             raise ValueError(f"weights {path}: {name} is not a dense tensor with memory for all its numbers; save a copy of it")
