@@ -161,7 +161,7 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]) == 1
     assert "its network was trained with tasks, and arcface_torch has one head" in capsys.readouterr().err
     assert checkpoint_program.main([*merge, "--head", "third"]) == 1
-    assert "got third; scripts.checkpoint show lists them" in capsys.readouterr().err
+    assert "got third; face checkpoint show lists them" in capsys.readouterr().err
     assert checkpoint_program.main([*merge, "--head", "second"]) == 0
     seed = read_manifest(list_checkpoints(tmp_path / "whole")[-1])["run_signature"]["tasks"]["second"]["seed"]
     by_label = whole["second.centres"][torch.from_numpy(slots_of_classes(np.arange(9), 9, seed))]

@@ -18,13 +18,12 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of the description, and adds an option's default if its help does not state it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        help_text = action.help
         silent = action.default is None or action.default is False or action.default in ("", [], argparse.SUPPRESS)
-        if not help_text or silent or action.nargs == 0 or "default" in help_text:
-            return help_text
+        if not action.help or silent or action.nargs == 0 or "default" in action.help:
+            return action.help
         value = action.default
         shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        return f"{help_text} (default: {shown.replace('%', '%%')})"
+        return f"{action.help} (default: {shown.replace('%', '%%')})"
 
 
 class Parser(argparse.ArgumentParser):

@@ -149,8 +149,10 @@ def _say(line: str) -> None:
     print(one_line(line), file=sys.stderr, flush=True)
 
 
-def run_main(run: Callable[..., None], *arguments: Any) -> int:
-    """Run a program with its arguments; return its exit status. An error is one line, printed once if all ranks have the same.
+def run_main(run: Callable[..., int | None], *arguments: Any) -> int:
+    """Run a program with its arguments; return its exit status, which is 0, or what `run` returns, unless there is an error.
+
+    An error is one line, printed once if all ranks have the same.
 
     Control characters in the program's output, such as in names of files and people, are escaped.
     """
@@ -166,10 +168,10 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with contextlib.redirect_stdout(PrintableOutput(sys.stdout)):
-            run(*arguments)
+            done = run(*arguments)
         sys.stdout.flush()
         distributed.stop()
-        return 0
+        return done or 0
     except SharedError as error:
         if rank == "0":
             _say(f"error: {error}")

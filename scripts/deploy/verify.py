@@ -39,14 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser, one=True, otherwise="an error")
-    options = parser.parse_intermixed_args(arguments)
-    answers: list[bool] = []
-    status = run_main(lambda: answers.append(compare(options)))
-    return status or (0 if all(answers) else DIFFERENT)
+    return run_main(compare, parser.parse_intermixed_args(arguments))
 
 
-def compare(options: argparse.Namespace) -> bool:
-    """Print the cosine of two faces and what it means; return False if they are different people."""
+def compare(options: argparse.Namespace) -> int:
+    """Print the cosine of two faces and what it means; return DIFFERENT if they are different people, otherwise 0."""
     options.run = options.run or newest_run()
     threshold = threshold_of(options)
     embedder, detector = open_embedder(options), open_detector(options)
@@ -65,10 +62,10 @@ def compare(options: argparse.Namespace) -> bool:
     print(f"cosine {cosine:.4f} (norms {norms[0]:.3g} and {norms[1]:.3g}), network {one_line(embedder.title)}")
     if threshold is None:
         print("no threshold, so no answer; see --far and --threshold")
-        return True
+        return 0
     same = cosine > threshold.cosine
     print(f"{'the same person' if same else 'different people'}: {'above' if same else 'not above'} the {threshold.words}")
-    return same
+    return 0 if same else DIFFERENT
 
 
 if __name__ == "__main__":

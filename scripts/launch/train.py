@@ -18,6 +18,7 @@ Examples:
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from configs import load_config
 from utils.cli import int_in_range, make_parser
@@ -53,29 +55,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head", metavar="HOST[:PORT]", help=f"one of the machines; its port (default {_PORT}) must be free")
     parser.add_argument("--run-id", metavar="NAME", help="what tells runs on one head apart; default: run.name")
     parser.add_argument("--is-head", choices=("yes", "no"), help="whether this machine is --head; default: by its address")
-    options = parser.parse_intermixed_args(arguments)
-    status = 0
-
-    def run() -> None:
-        nonlocal status
-        # with RANK, torchrun or Slurm has started this process
-        several = [] if options.print_config or "RANK" in os.environ else _torchrun_arguments(options)
-        if several and not options.check:
-            words = sys.argv[1:] if arguments is None else arguments
-            status = _start(several, [options.config, *options.overrides], [*words, "--check"])
-        else:
-            importlib.import_module("train").run(options)
-
-    return run_main(run) or status
+    return run_main(run, parser.parse_intermixed_args(arguments))
 
 
-def _start(several: Sequence[str], arguments: Sequence[str], check: Sequence[str]) -> int:
-    """Check once, by this program with other arguments, then train in several processes; return the exit status."""
-    # so that a mistake is one line, and not one for each process and restart
-    command = [sys.executable, str(_ROOT / "face_training.py"), "train", *check]
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        return 1
-    return torchrun.main([*several, str(_ROOT / "train.py"), *arguments])
+def run(options: argparse.Namespace) -> int | None:
+    """Train in this process, or check once and then train in several; return the exit status."""
+    # with RANK, torchrun or Slurm has started this process
+    several = [] if options.print_config or "RANK" in os.environ else _torchrun_arguments(options)
+    return importlib.import_module("train").run(options) if options.check or not several else _start(several, options)
+
+
+def _start(several: Sequence[str], options: argparse.Namespace) -> int:
+    # the check so that a mistake is one line, and not one for each process and restart. A fork need not import torch again
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    check = context.Process(target=_check, args=(options,))
+    check.start()
+    check.join()
+    return 1 if check.exitcode else torchrun.main([*several, str(_ROOT / "train.py"), options.config, *options.overrides])
+
+
+def _check(options: argparse.Namespace) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    options.check = True
+    sys.exit(run_main(run, options))
 
 
 def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
