@@ -33,9 +33,9 @@ mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 _LONG = ("test_training_compiled", "test_partial_fc_kernels_cuda", "test_docs_data", "test_utils_allocator")  # a minute each
 # of pictures: matplotlib would draw 700 of them in the others, most of an evaluation
 _DRAWN = (
-    "analysis_all_pairs analysis_groups analysis_robustness docs_data eval_evaluate eval_main scripts_analysis_clean "
-    "scripts_analysis_quality scripts_benchmark_backbones scripts_benchmark_head scripts_benchmark_losses_curves "
-    "scripts_data_inspect scripts_eval_compare_runs utils_report_contact_sheet utils_text"
+    "analysis_all_pairs analysis_groups analysis_robustness eval_evaluate scripts_analysis_clean scripts_analysis_quality "
+    "scripts_benchmark_backbones scripts_benchmark_head scripts_benchmark_losses_curves scripts_data_inspect "
+    "scripts_eval_compare_runs utils_report_contact_sheet utils_text"
 )
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -85,11 +85,8 @@ def test_a_training_in_several_processes_refuses_a_link_out_of_the_run_folder(da
         _plant(run / name, tmp_path / target)
         before = _state(run, tmp_path / "mine")
         arguments = small_run(dataset, tmp_path, REAL, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
-        if ranks:
-            done = run_train(ranks, arguments)
-        else:
-            command = [sys.executable, "face_training.py", "train", "--processes=2", *arguments]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        command = [sys.executable, "face_training.py", "train", "--processes=2", *arguments]
+        done = run_train(ranks, arguments) if ranks else subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.count("error: ") == 1 and "run.output: the run folder" in done.stderr
         assert f"{name} in it is a link out of the folder, to {tmp_path / target}" in done.stderr
