@@ -164,7 +164,7 @@ def test_what_a_person_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture
     text = (tmp_path / "card.md").read_text()
     assert fields.read_text() == written
     assert "Not tested on &lt;children&gt;.\n\nNor on twins \\| triplets.\n" in text and "we@example.org" in text
-    assert text.count("**To be filled in:**") == len(FIELDS) - 2
+    assert text.count("**To be filled in:**") == len(FIELDS) - 2 and "written by python -m scripts.deploy.card;" in text
     assert capsys.readouterr().out.rstrip().endswith("intended_use, not_for, data_licence, weights_licence")
     # a card that was changed by hand is not replaced; one that git gave other line ends is ours all the same
     (tmp_path / "card.md").write_bytes(text.replace("\n", "\r\n").encode())

@@ -59,10 +59,10 @@ def leave(main: Callable[[], int]) -> NoReturn:
 
 def _end() -> None:
     if _status is not None:
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed stream
+        with contextlib.suppress(OSError, ValueError):  # then Python ends the process, and says what is wrong with its output
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(_status)
+            os._exit(_status)
 
 
 def num_cores() -> int:

@@ -27,7 +27,7 @@ from utils.text import did_you_mean, markdown_table, markdown_text, one_line, pr
 from ..results import SetResult, read_results_of, results_file
 from .facts import Facts, backbone_words, data_facts, recipe_facts
 
-_MARK = "<!-- written by scripts.deploy.card; hash of the text above: {} -->"  # in the cards that exist
+_MARK = "<!-- written by python -m scripts.deploy.card; hash of the text above: {} -->"  # in the cards that exist
 _MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))
 
 
