@@ -18,7 +18,6 @@ MAX_GROUPS = 64
 _SAMPLED, _LEAST = 4_000, 100  # people whose false matches tell the variance: of all groups together; of a group
 _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _COUNTS = 1 << 26  # of all bins of all pairs of groups: 0.5 GiB
-
 Spreads = Callable[[int, int], Spread]  # of two groups g <= h
 
 

@@ -25,7 +25,6 @@ _DIGEST = 16  # bytes
 _BLOCK = 1 << 24  # bytes hashed at once
 _ALIGN = 64
 _MAX_JSON = 1 << 24
-
 Facts = dict[str, Any]  # plain JSON values
 Arrays = dict[str, np.ndarray]
 

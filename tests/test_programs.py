@@ -162,6 +162,7 @@ def test_only_benchmarks_have_parts_that_are_no_programs():
 
 def test_every_program_has_a_verb():
     assert {"scripts.tables", *face.all_verbs().values()} == {*PROGRAMS, "eval.__main__"} and len(PROGRAMS) > 30
+    assert all('__name__ == "__main__"' in path.read_text() for path in SCRIPTS if _module(path) in PROGRAMS)  # python -m
 
 
 @pytest.mark.parametrize("buffered", [True, False])

@@ -50,7 +50,7 @@ def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a
 ):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    done = run_train(1, tiny_run(dataset, tmp_path, "train.compile=default"))
+    done = run_train(2, tiny_run(dataset, tmp_path, "train.compile=default"))
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: train.compile=default needs a C++ compiler (g++, or the one that CXX names)")
     assert done.stderr.endswith("install it, or set train.compile=off\n") and not (tmp_path / "tiny").exists()

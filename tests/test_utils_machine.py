@@ -130,7 +130,8 @@ def test_a_program_ends_with_its_status_after_all_its_work_and_leaves_its_memory
         "def main():\n atexit.register(print, 'handler', end='')\n threading.Thread(target=late).start()\n"
         f" print('main')\n {end}\nbegin_imports()\nleave(main)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (status, "main\nthread\nhandler"), done.stderr
 
 

@@ -45,8 +45,8 @@ def end_imports() -> None:
 def leave(main: Callable[[], int]) -> NoReturn:
     """Run a program and end this process with its status, as sys.exit(main()) does, but sooner.
 
-    Threads, the functions of atexit and the output are waited for. But Python does not take apart all that was imported, which
-    is most of a second where that is torch; the system takes the memory back.
+    Threads, functions of atexit that came after begin_imports, and the output are waited for. Python does not take apart what
+    was imported, most of a second where that is torch: the system takes the memory back.
     """
     global _status
     try:
@@ -59,7 +59,9 @@ def leave(main: Callable[[], int]) -> NoReturn:
 
 def _end() -> None:
     if _status is not None:
-        with contextlib.suppress(OSError, ValueError):  # then Python ends the process, and says what is wrong with its output
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # then Python ends it, and says what is wrong with its output
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(_status)

@@ -27,8 +27,6 @@ USER_ERROR = 78
 _STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # signals that ask a run to stop
 _NOTHING_SAVED = "no step was trained, so nothing was saved; earlier checkpoints are untouched"
 _PATIENCE = 3.0  # seconds in which the main thread raises KeyboardInterrupt, unless it hangs
-
-
 TESTED_TORCH = "2.13.0"  # of requirements.txt
 
 

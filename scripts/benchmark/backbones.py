@@ -39,7 +39,6 @@ from .kit import add_common_arguments, clock, gpu_figures, machine, take_turns, 
 BEGIN = "<!-- begin: written by face bench backbones -->"
 _REFERENCE = "r18"
 _QUICK = ("r18", "mbf")
-
 Row = dict[str, Any]
 
 

@@ -64,7 +64,6 @@ _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "t
 _QUICK_LOSSES = ["cosface", "curricularface"]
 _HASHED = 256  # images
 _WRITING = threading.Lock()  # of --json
-
 Row = dict[str, Any]  # the numbers of a run
 
 

@@ -155,3 +155,7 @@ def find_head(head: str) -> tuple[str, int, bool, str]:
             raise ValueError(f"--head: no way from here to {host} ({error.strerror})") from None
         own = str(probe.getsockname()[0])
     return host, port, is_head, "" if own.startswith("127.") or own == "::1" else own
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
