@@ -2,9 +2,10 @@
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Start the program that the command line names, and end with its status."""
     # `data`, `eval` and `utils` are general names: without this, a folder of the user's with such a name could win
     root = str(Path(__file__).resolve().parent)

@@ -84,9 +84,9 @@ def test_a_training_in_several_processes_refuses_a_link_out_of_the_run_folder(da
     for name, target, ranks in (("metrics.jsonl", "mine/diary", 2), ("tensorboard", "mine", 3), ("tensorboard", "mine", 0)):
         _plant(run / name, tmp_path / target)
         before = _state(run, tmp_path / "mine")
-        arguments = small_run(dataset, tmp_path, REAL, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
-        command = [sys.executable, "face_training.py", "train", "--processes=2", *arguments]
-        done = run_train(ranks, arguments) if ranks else subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        words = small_run(dataset, tmp_path, REAL, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
+        face = [sys.executable, "face_training.py", "train", "--processes=2", *words]
+        done = run_train(ranks, words) if ranks else subprocess.run(face, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.count("error: ") == 1 and "run.output: the run folder" in done.stderr
         assert f"{name} in it is a link out of the folder, to {tmp_path / target}" in done.stderr

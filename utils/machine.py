@@ -59,9 +59,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
 
 def _end() -> None:
     if _status is not None:
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # then Python ends it, and says what is wrong with its output
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # then Python ends it, and says what is wrong
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(_status)

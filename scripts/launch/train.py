@@ -77,7 +77,7 @@ def _start(several: Sequence[str], options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     options.check = True
-    sys.exit(run_main(run, options))
+    sys.exit(run_main(importlib.import_module("train").run, options))
 
 
 def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
