@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .negatives import POLE_EPS
 
+_SIN_AT_POLES = math.sqrt(POLE_EPS * (2.0 - POLE_EPS))  # of the angles that off_the_poles returns there
+
 
 def at_least_float32(cosine: Tensor) -> Tensor:
     """Return cosine in fp32 or better, because a step of fp16 near 1, 2^-11, is 0.03 in the logit."""
@@ -58,10 +60,10 @@ def cos_of_sum(cosine: Tensor, margin: float | Tensor) -> tuple[Tensor, Tensor]:
     within = c >= -cos_m  # theta + m <= pi
     if isinstance(margin, Tensor):
         within = within | (margin < 0)
-    value = torch.where(within, c * cos_m - sin_of(c) * sin_m, c - margin * sin_m)
+    sin = sin_of(c)
+    value = torch.where(within, c * cos_m - sin * sin_m, c - margin * sin_m)
     # d cos(theta + m) / d cos theta = sin(theta + m) / sin theta; beyond pi the derivative is 1.
-    inside = off_the_poles(c)
-    derivative = torch.where(within, cos_m + sin_m * inside / sin_of(inside), 1.0)
+    derivative = torch.where(within, cos_m + sin_m * off_the_poles(c) / sin.clamp_min(_SIN_AT_POLES), 1.0)
     if isinstance(margin, Tensor):
         below = (margin < 0) & (c > cos_m)  # theta + m < 0
         value, derivative = value.masked_fill(below, 1.0), derivative.masked_fill(below, 0.0)

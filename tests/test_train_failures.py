@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -265,17 +265,17 @@ def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path
 def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", rank)):
         os.environ[name] = str(value)
-    backbones, heads, weights, centres = [], [], [], []
+    trained, heads, weights, centres = [], [], [], []
 
     def overflowing(terms: Any, world_size: int, loss_scale: Any, accumulation: int) -> Any:
         factor = float("inf") if rank == 1 and len(weights) == 2 else 1.0  # of its own gradients, in the third step
         return backward(terms, world_size, loss_scale * factor, accumulation)
 
-    def noted(module: torch.nn.Module, scale: float, *limits: float) -> torch.Tensor:
-        backbones.append(module)
-        weights.append(torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
+    def noted(given: Iterable[torch.nn.Parameter], scale: float, *limits: float) -> torch.Tensor:
+        trained[:] = given
+        weights.append(torch.cat([parameter.detach().reshape(-1) for parameter in trained]))
         centres.append(torch.cat([rows.reshape(-1).clone() for rows in heads[0].shard_state().values()]))  # momentum too
-        return unscale_and_clip_grad_norm_(module, scale, *limits)
+        return unscale_and_clip_grad_norm_(trained, scale, *limits)
 
     whole, backward = model.PartialFC, step.backward
 
@@ -291,7 +291,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
     train.train(train.load_config(config, rest, train.NAMED), train.StopSignal())
     for states in (weights, centres):  # before the update of each step: that of the third did not take place, on any rank
         assert [torch.equal(states[step], states[step + 1]) for step in range(4)] == [False, False, True, False]
-    ends = torch.cat([parameter.detach().reshape(-1) for parameter in backbones[-1].parameters()])
+    ends = torch.cat([parameter.detach().reshape(-1) for parameter in trained])
     both = [torch.empty_like(ends) for _ in range(world_size)]
     torch.distributed.all_gather(both, ends)
     assert torch.equal(both[0], both[-1])

@@ -26,7 +26,7 @@ def test_scaled_gradients_come_out_as_torch_clips_the_plain_ones(clip_value: flo
     expected_norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
     nn.utils.clip_grad_value_(plain.parameters(), clip_value or float("inf"))
     nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or float("inf"))
-    norm = unscale_and_clip_grad_norm_(scaled, torch.tensor(1024.0), clip_norm, clip_value)
+    norm = unscale_and_clip_grad_norm_(scaled.parameters(), torch.tensor(1024.0), clip_norm, clip_value)
     torch.testing.assert_close(norm, expected_norm)
     for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -55,7 +55,7 @@ def _three_steps_are_alike(ours: nn.Module, optimizer: torch.optim.Optimizer, th
 def test_one_bad_gradient_shows_in_the_norm(bad: float):
     net = _net()
     next(net.parameters()).grad[0, 0] = bad
-    assert not unscale_and_clip_grad_norm_(net, 1.0, 5.0).isfinite()
+    assert not unscale_and_clip_grad_norm_(net.parameters(), 1.0, 5.0).isfinite()
 
 
 def test_frozen_parameters_stay_out_of_the_optimizer():

