@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from typing import Any
 
 from utils.schedule import SCHEDULES
@@ -21,7 +22,7 @@ TASK: dict[str, Any] = {"name": "", "batch_size": 0, "weight": 1.0}
 TASK_SECTIONS = ("data", "head", "loss")
 # keys of these sections that all tasks share
 _OF_ALL_TASKS = {
-    "data": ("image_size", "index_cache", "on_bad_record", "max_bad_fraction", "threads", "prefetch"),
+    "data": ("image_size", "index_cache", "on_bad_record", "max_bad_fraction", "threads", "decoders", "prefetch"),
     "head": ("schedule",),
 }
 
@@ -35,6 +36,7 @@ CHOICES = {
     "data.source": SOURCES,
     "data.shuffle": ("full", "block"),
     "data.on_bad_record": ("error", "skip"),
+    "data.decoders": ("threads", "process"),
     "init.new_classes": ("images", "random"),
     "head.sampling": ("uniform", "neighbours"),
     "head.neighbours_search": ("auto", "exact", "inverted_lists"),
@@ -230,6 +232,8 @@ def _check_across(tree: dict[str, Any]) -> None:
     if data["image_size"] % 16:
         near = 16 * round(data["image_size"] / 16)
         raise ValueError(f"data.image_size must be a multiple of 16, got {data['image_size']}; the nearest is {near}")
+    if data["decoders"] == "process" and not sys.platform.startswith("linux"):
+        raise ValueError("data.decoders=process needs Linux, where a process can be forked safely; set data.decoders=threads")
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):
             if data[key] < 1:

@@ -4,7 +4,7 @@ Shapes: H = W = data.image_size, 112 unless said otherwise.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -75,9 +75,16 @@ class FaceDataset(ABC):
     def read_ahead(self, indices: np.ndarray) -> None:  # noqa: B027
         """Start to fetch many samples (n,) int64, in ascending order, by long sequential reads."""
 
+    _heard: tuple[str, ...] = ()
+
+    def hear(self, warnings: Sequence[str]) -> None:
+        """Take warnings that a process had which decodes images of this set."""
+        self._heard += tuple(warnings)
+
     def take_warnings(self) -> list[str]:
         """Return the new warnings for the user since the last call."""
-        return []
+        heard, self._heard = self._heard, ()
+        return [*heard]
 
     def pixels_and_label(self, index: int, size: int = IMAGE_SIZE) -> tuple[np.ndarray, int]:
         """Return the pixels of a sample, (size, size, 3) uint8, RGB, and the class that `decode_into` returns."""

@@ -1,16 +1,25 @@
-"""Decodes batches ahead in threads of this process, directly into reused uint8 buffers.
+"""Decodes batches ahead in threads, directly into reused uint8 buffers.
 
-OpenCV releases the GIL while it decodes, so threads scale like worker processes, but without copies between processes, without
-fork, and without growing memory. An error in a thread is raised in the training loop when it requests that batch.
+The decoders release Python's lock, so threads scale like worker processes, but without copies between processes, and without
+growing memory. Between two images they need it, as does each launch of a kernel: a main thread that launches a thousand in a
+step waits for the decoders as often. So they may have a process of their own, one for all threads, which shares the buffers.
+An error in a thread is raised in the training loop when it requests that batch.
 Shapes: n = images of this rank in one optimizer step, H = W = image_size.
 """
 
+import contextlib
 import functools
+import mmap
+import multiprocessing
+import os
+import signal
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
+import cv2
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,6 +37,8 @@ class Decodes(Protocol):
     def prefetch(self, index: int) -> None: ...
     def read_ahead(self, indices: np.ndarray) -> None: ...
     def decode_into(self, index: int, out: np.ndarray) -> int: ...
+    def take_warnings(self) -> list[str]: ...
+    def hear(self, warnings: Sequence[str]) -> None: ...
 
 
 class LoadedBatch(NamedTuple):
@@ -40,16 +51,25 @@ class LoadedBatch(NamedTuple):
 
 
 class _Buffer:
-    """Memory for one batch, pinned for CUDA; the event `copied` is set once the device has read it."""
+    """Memory for one batch, pinned for CUDA; the event `copied` is set once the device has read it.
 
-    def __init__(self, size: int, image_size: int, pinned: bool) -> None:
+    Args:
+        number: by which another process names it; -1 = it has this process alone.
+    """
+
+    def __init__(self, number: int, size: int, image_size: int, pinned: bool) -> None:
         shape = (size, image_size, image_size, 3)
-        if pinned:
-            self.images = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        else:  # an image spans ten small pages; huge pages save the TLB misses, 4 % of the decoding time
-            self.images = with_huge_pages(torch.empty(shape, dtype=torch.uint8))
+        self.number = number
+        if number >= 0:  # not in /dev/shm, which is small in containers
+            memory = mmap.mmap(-1, size * (image_size * image_size * 3 + 8))
+            self.images = torch.frombuffer(memory, dtype=torch.uint8)[: -8 * size].view(shape)
+            self.labels = np.frombuffer(memory, dtype=np.int64)[-size:]
+        else:
+            # an image spans ten small pages; huge pages save the TLB misses, 4 % of the decoding time
+            usual = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+            self.images = usual if pinned else with_huge_pages(usual)
+            self.labels = np.empty(size, dtype=np.int64)
         self.pixels = self.images.numpy()
-        self.labels = np.empty(size, dtype=np.int64)
         self.copied: torch.cuda.Event | None = None
 
 
@@ -75,6 +95,7 @@ class Loader:
         augment: changes the decoded pixels; None = none.
         held: batches that the consumer uses at a time; a batch is valid until so many further ones have been asked for.
         image_size: height and width of the images in pixels.
+        apart: decode in a process of its own; Linux only.
     """
 
     def __init__(
@@ -90,39 +111,31 @@ class Loader:
         augment: Augment | None = None,
         held: int = 1,
         image_size: int = IMAGE_SIZE,
+        apart: bool = False,
     ) -> None:
         self.dataset, self.samples_of_step, self.read_ahead = dataset, samples_of_step, read_ahead
         self.first_step, self.last_step = first_step, last_step
         self.threads, self.prefetch, self.device, self.augment, self.held = threads, prefetch, device, augment, held
-        self.image_size = image_size
+        self.image_size, self.apart = image_size, apart
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
-        # a decoder thread may wait for the device, and each thread has a device of its own
-        set_device = functools.partial(torch.cuda.set_device, self.device) if self.device.type == "cuda" else None
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=set_device)
-        reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        ahead: deque[Future[None]] = deque()
+        is_cuda = self.device.type == "cuda"
         free: deque[_Buffer] = deque()
         pending: deque[_Job] = deque()
         in_use: deque[_Buffer] = deque()
         upcoming = iter(range(self.first_step, self.last_step))
         ship = _Shipping(self.device)
+        decoders = _Apart(self) if self.apart else _Decoders(self, self.device)
+        if isinstance(decoders, _Apart):
+            free.extend(decoders.buffers)
 
         def submit() -> None:
             step = next(upcoming, None)
             if step is None:
                 return
-            while ahead and ahead[0].done():
-                ahead.popleft().result()
-            if self.read_ahead is not None and len(indices := self.read_ahead(step)):
-                ahead.append(reader.submit(self.dataset.read_ahead, indices))
             samples = self.samples_of_step(step)
-            buffer = free.popleft() if free else _Buffer(len(samples.indices), self.image_size, self.device.type == "cuda")
-            for index in samples.indices.tolist():  # storage begins to fetch the whole batch before the first record is decoded
-                self.dataset.prefetch(index)
-            parts = np.array_split(np.arange(len(samples.indices)), self.threads)
-            jobs = [pool.submit(self._decode, samples, buffer, part) for part in parts if len(part)]
-            pending.append(_Job(samples, buffer, jobs))
+            buffer = free.popleft() if free or self.apart else _Buffer(-1, len(samples.indices), self.image_size, is_cuda)
+            pending.append(_Job(samples, buffer, decoders.start(step, samples, buffer)))
 
         try:
             for _ in range(self.prefetch):
@@ -132,24 +145,142 @@ class Loader:
                 job, batch = shipped or ship.start(pending.popleft())
                 # if the next batch is decoded already, copy it while the consumer works on this one
                 decoded = pending and all(part.done() for part in pending[0].parts)
-                shipped = ship.start(pending.popleft()) if decoded and self.device.type == "cuda" else None
+                shipped = ship.start(pending.popleft()) if decoded and is_cuda else None
                 yield ship.arrive(job, batch)
                 in_use.append(job.buffer)
                 if len(in_use) >= self.held:  # the consumer is done with the oldest: only now may its memory be filled again
                     free.append(in_use.popleft())
                 submit()
         finally:
-            for executor in (pool, reader):
-                executor.shutdown(wait=True, cancel_futures=True)
+            decoders.close()
+
+
+class _Decoders:
+    """The threads that decode a loader's batches.
+
+    Args:
+        device: for whose copies the threads wait; the CPU in a process that has only them.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self.loader = loader
+        # a thread may wait for the device, and each thread has a device of its own
+        set_device = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(loader.threads, thread_name_prefix="decoder", initializer=set_device)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._ahead: deque[Future[None]] = deque()
+
+    def start(self, step: int, samples: Samples, buffer: _Buffer) -> list[Future[None]]:
+        """Begin to decode a batch into a buffer; return what ends when it is decoded."""
+        loader = self.loader
+        while self._ahead and self._ahead[0].done():
+            self._ahead.popleft().result()
+        if loader.read_ahead is not None and len(indices := loader.read_ahead(step)):
+            self._ahead.append(self._reader.submit(loader.dataset.read_ahead, indices))
+        for index in samples.indices.tolist():  # storage begins to fetch the whole batch before the first record is decoded
+            loader.dataset.prefetch(index)
+        parts = np.array_split(np.arange(len(samples.indices)), loader.threads)
+        return [self._pool.submit(self._decode, samples, buffer, part) for part in parts if len(part)]
 
     def _decode(self, samples: Samples, buffer: _Buffer, rows: np.ndarray) -> None:
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        numbers = self.augment.draw(samples.positions[rows]) if self.augment else None
+        dataset, augment = self.loader.dataset, self.loader.augment
+        numbers = augment.draw(samples.positions[rows]) if augment else None
         for place, row in enumerate(rows.tolist()):
-            buffer.labels[row] = self.dataset.decode_into(int(samples.indices[row]), buffer.pixels[row])
-            if self.augment and numbers is not None:
-                self.augment.apply(buffer.pixels[row], numbers[place])
+            buffer.labels[row] = dataset.decode_into(int(samples.indices[row]), buffer.pixels[row])
+            if augment and numbers is not None:
+                augment.apply(buffer.pixels[row], numbers[place])
+
+    def close(self) -> None:
+        """Wait for the images that are being decoded."""
+        for executor in (self._pool, self._reader):
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+class _Apart:
+    """The same threads in a process of their own: a fork of this one, which shares the buffers and never touches the GPU."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        size = len(loader.samples_of_step(loader.first_step).indices)
+        self.buffers = [_Buffer(number, size, loader.image_size, False) for number in range(loader.prefetch + loader.held - 1)]
+        cv2.setNumThreads(1)  # the fork would wait for threads of OpenCV, which it does not have
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(loader, self.buffers, self._pipe, theirs), daemon=True)
+        # until the fork ignores them, a signal would take the way to this process's handlers there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+        self._pinned = [buffer for buffer in self.buffers if loader.device.type == "cuda" and _pinned(buffer.images)]
+
+    def start(self, step: int, samples: Samples, buffer: _Buffer) -> list[Future[None]]:
+        """Begin to decode a batch into a buffer; return what ends when it is decoded."""
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        with contextlib.suppress(OSError):  # it is gone, as _receive will say
+            self._pipe.send((step, samples, buffer.number))
+        return [self._receiver.submit(self._receive)]
+
+    def _receive(self) -> None:
+        try:
+            error, warnings = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(1)
+            raise ValueError(
+                f"the process that decodes the images is gone, with status {self._process.exitcode} (-9 = killed, perhaps for "
+                "want of memory); data.decoders=threads does without it"
+            ) from None
+        self.loader.dataset.hear(warnings)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._receiver.shutdown(wait=True, cancel_futures=True)
+        self._process.join()
+        self._pipe.close()
+        for buffer in self._pinned:
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(buffer.images.data_ptr())
+
+
+_IGNORED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}  # the parent decides when it is over
+
+
+def _serve(loader: Loader, buffers: list[_Buffer], parent: Connection, pipe: Connection) -> None:
+    """Decode the batches that the parent asks for, in its fork, until the parent closes the pipe or is gone."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    parent.close()
+    decoders, begins, replies = _Decoders(loader, torch.device("cpu")), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def reply(begun: Future[list[Future[None]]]) -> None:
+        error: Exception | None = None
+        try:
+            for part in begun.result():
+                part.result()
+        except Exception as raised:  # those of others cannot always travel
+            error = raised if type(raised).__module__ == "builtins" else ValueError(str(raised) or repr(raised))
+        pipe.send((error, loader.dataset.take_warnings()))
+
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            step, samples, number = pipe.recv()
+            replies.submit(reply, begins.submit(decoders.start, step, samples, buffers[number]))
+    os._exit(0)
+
+
+def _pinned(images: Tensor) -> bool:
+    """Lock a buffer in memory, so that the GPU reads it beside other work; without that its copies are only slower."""
+    return int(torch.cuda.cudart().cudaHostRegister(images.data_ptr(), images.numel(), 0)) == 0
 
 
 class _Shipping:

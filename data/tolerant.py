@@ -134,4 +134,4 @@ class TolerantDataset(FaceDataset):
         lines = [f"bad record replaced: {error}" for error in errors[told:_NAMED]]
         if len(errors) > max(told, _NAMED):
             lines.append(f"{len(errors)} bad records so far, each replaced by another image")
-        return lines + self.dataset.take_warnings()
+        return lines + super().take_warnings() + self.dataset.take_warnings()

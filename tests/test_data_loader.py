@@ -1,14 +1,23 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import wait_for
+from tiny_runs import REAL, command_of, final_weights, run_train, small_run, wait_for
 
+from configs import load_config
 from data.augment import prepare
 from data.loader import Loader
 from data.sampler import SampleOrder
+from utils.checkpoint.format import list_checkpoints
+from utils.program import REQUEUE
 
 CPU = torch.device("cpu")
 
@@ -35,22 +44,31 @@ class Numbered:
         self.decoded += 1
         return index
 
+    def take_warnings(self) -> list[str]:
+        return []
+
+    def hear(self, warnings: object) -> None:
+        assert warnings == []
+
     def settle(self) -> None:
         """Wait until every image that was begun is decoded; for one decoder thread."""
         wait_for(lambda: self.decoded >= len(self.prefetched), 30)
 
 
-def _loader(dataset: Numbered, threads: int, first: int = 0, last: int = 6, prefetch: int = 3) -> Loader:
+def _loader(
+    dataset: Numbered, threads: int, first: int = 0, last: int = 6, prefetch: int = 3, apart: bool = False, held: int = 1
+) -> Loader:
     order = SampleOrder(100, batch_size=7, seed=4, flip=True)
-    return Loader(dataset, order.samples, first, last, threads, prefetch, CPU)
+    return Loader(dataset, order.samples, first, last, threads, prefetch, CPU, apart=apart, held=held)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("held", "prefetch"), [(1, 1), (2, 1), (2, 3), (3, 2)])
-def test_a_batch_stays_as_it_is_while_so_many_are_held(held: int, prefetch: int):
+def test_a_batch_stays_as_it_is_while_so_many_are_held(held: int, prefetch: int, apart: bool):
     dataset, order = Numbered(), SampleOrder(100, batch_size=7, seed=4, flip=True)
     in_use = []
-    for step, batch in enumerate(Loader(dataset, order.samples, 0, 9, 1, prefetch, CPU, held=held)):
-        dataset.settle()  # everything that was begun is written
+    for step, batch in enumerate(_loader(dataset, 1, 0, 9, prefetch, apart, held)):
+        time.sleep(0.05) if apart else dataset.settle()  # everything that was begun is written
         in_use = [*in_use[-(held - 1) :], (step, batch)] if held > 1 else [(step, batch)]
         for number, kept in in_use:
             expected = torch.from_numpy(order.samples(number).indices % 256)
@@ -58,11 +76,12 @@ def test_a_batch_stays_as_it_is_while_so_many_are_held(held: int, prefetch: int)
     assert len(in_use) == held
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5, 9])
-def test_batches_are_those_of_the_order_for_any_number_of_threads(threads: int):
+def test_batches_are_those_of_the_order_for_any_number_of_threads(threads: int, apart: bool):
     order = SampleOrder(100, batch_size=7, seed=4, flip=True)
     steps = 0
-    for step, batch in enumerate(_loader(Numbered(slow=0.0005), threads)):
+    for step, batch in enumerate(_loader(Numbered(slow=0.0005), threads, apart=apart)):
         expected = order.samples(step)
         assert batch.labels.tolist() == expected.indices.tolist()
         assert batch.mirrored.tolist() == expected.mirrored.tolist()
@@ -93,14 +112,15 @@ def test_a_batch_in_use_is_not_overwritten_by_those_decoded_ahead(prefetch: int)
         assert (batch.images == expected).all()
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_broken_record_ends_the_loop_with_its_key_and_leaves_no_thread(threads: int):
+def test_a_broken_record_ends_the_loop_with_its_key_and_leaves_no_thread(threads: int, apart: bool):
     broken = int(SampleOrder(100, 7, seed=4, flip=True).samples(3).indices[5])
     seen = 0
     with pytest.raises(ValueError, match=f"record {broken} of numbered.rec"):
-        for _ in _loader(Numbered(broken), threads):
+        for _ in _loader(Numbered(broken), threads, apart=apart):
             seen += 1
-    assert seen == 3
+    assert seen == 3 and not multiprocessing.active_children()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("decoder", "reader"))]
 
 
@@ -127,3 +147,59 @@ def test_prepare_mirrors_and_normalises_to_the_published_contract():
             assert prepared[image, channel, row, column].item() == pytest.approx(
                 expected, abs=2**-23
             )  # two roundings of up to 1
+
+
+_LONG = ["train.epochs=400", "data.prefetch=1", "eval.targets=[]", "checkpoint.every=0", "data.decoders=process"]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_training_whose_fork_decodes_has_the_bits_of_one_whose_threads_do(dataset: Path, tmp_path: Path, num_processes: int):
+    ends = []
+    for decoders in ("threads", "process"):
+        overrides = ["train.max_steps=9", f"data.decoders={decoders}", "augment.crop=0.5", "eval.targets=[]"]
+        done = run_train(num_processes, small_run(dataset, tmp_path, *overrides, f"run.name={decoders}"))
+        assert done.returncode == 0, done.stderr
+        ends.append(final_weights(tmp_path / decoders))
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def _started(dataset: Path, tmp_path: Path, name: str) -> tuple["subprocess.Popen[str]", int]:
+    """Start a run in a session of its own; return it, and the process that decodes, after the third step."""
+    metrics = tmp_path / name / "metrics.jsonl"
+    command = command_of(1, small_run(dataset, tmp_path, REAL, *_LONG, f"run.name={name}"))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60, process)
+    (decoder,) = [child for path in Path(f"/proc/{process.pid}/task").glob("*/children") for child in path.read_text().split()]
+    return process, int(decoder)
+
+
+def test_a_killed_decoder_is_an_error_in_seconds(dataset: Path, tmp_path: Path):
+    process, decoder = _started(dataset, tmp_path, "tiny")
+    os.kill(decoder, signal.SIGKILL)
+    begun = time.monotonic()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1 and time.monotonic() - begun < 15
+    assert "error: the process that decodes the images is gone, with status -9" in said and "Traceback" not in said, said
+
+
+def test_the_fork_ends_with_its_training_and_not_by_a_signal_to_all_processes(dataset: Path, tmp_path: Path):
+    process, decoder = _started(dataset, tmp_path, "tiny")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a save may need further batches
+        os.kill(decoder, number)
+    before = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
+    wait_for(lambda: len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()) > before + 9, 60, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=60)
+    assert process.returncode == REQUEUE, said
+    assert len(list_checkpoints(tmp_path / "tiny")) == 1 and not Path(f"/proc/{decoder}").exists()
+    process, decoder = _started(dataset, tmp_path, "killed")
+    process.kill()
+    process.communicate(timeout=30)  # the fork has its output, too
+    wait_for(lambda: not Path(f"/proc/{decoder}").exists(), 10)
+
+
+def test_other_systems_are_told_to_let_threads_decode(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = small_run(dataset, tmp_path, "data.decoders=process")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match=r"data.decoders=process needs Linux.*; set data.decoders=threads"):
+        load_config(arguments[0], arguments[1:])

@@ -200,7 +200,8 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
         samples = functools.partial(task.order.samples, **share)
         ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
         augment = Augment(config.augment, task.seed)
-        loaders.append(Loader(task.dataset, samples, *steps, ahead, augment, held=2, image_size=data.image_size))
+        apart = data.decoders == "process"
+        loaders.append(Loader(task.dataset, samples, *steps, ahead, augment, held=2, image_size=data.image_size, apart=apart))
     return loaders
 
 
