@@ -15,16 +15,8 @@ import numpy as np
 Colour = np.ndarray  # (3,) float RGB
 
 _SKIN_TONES = [(255, 226, 204), (246, 204, 170), (228, 178, 134), (201, 142, 98), (155, 98, 64), (98, 62, 44)]
-_NATURAL_HAIR = [
-    (28, 24, 26),
-    (62, 40, 28),
-    (104, 66, 38),
-    (142, 78, 38),
-    (176, 82, 40),
-    (204, 160, 92),
-    (236, 214, 160),
-    (112, 104, 104),
-]
+_DARK_HAIR = [(28, 24, 26), (62, 40, 28), (104, 66, 38), (142, 78, 38)]
+_NATURAL_HAIR = [*_DARK_HAIR, (176, 82, 40), (204, 160, 92), (236, 214, 160), (112, 104, 104)]
 _DYED_HAIR = [(52, 92, 190), (206, 78, 140), (44, 138, 110), (120, 66, 168), (190, 40, 48), (230, 130, 60)]
 _IRISES = [(74, 44, 26), (120, 78, 36), (70, 118, 66), (62, 118, 180), (122, 140, 152), (34, 26, 24), (40, 130, 130)]
 _HAIR_STYLES = ("bald", "buzz", "short", "quiff", "curly", "bob", "long", "fringe", "bun")
@@ -355,9 +347,9 @@ class Head:
         """Return the closed outline (n, 2) of skull, face, nose and chin on the canvas."""
         y = np.concatenate([np.linspace(-1, -0.8, 8), np.linspace(-0.75, 0.85, 34), np.linspace(0.88, 1.0, 10)])
         y = np.where(y > 0, y * self.identity.chin, y)
-        width, (front, back) = self.half_width(y), self.depths(y)
-        left, right = self.edges(width, front, back)
-        sides = [self._on_edge(edge, y, width, front, back) for edge in (left, right)]
+        front, back = self.depths(y)
+        oval = self.half_width(y), front, back
+        sides = [self.on_oval(edge, y, oval) for edge in self.edges(*oval)]
         nose = self.turn(np.zeros_like(y), y, front + np.interp(y, *self.profile))
         # The profile line counts where it stands out beyond the cheek. "Beyond" is measured along the turned x axis.
         along = self.to_canvas[0] / self.scale
@@ -378,10 +370,6 @@ class Head:
         """Return half widths, depths in front and behind, left and right edges, (5, n), at heights y (n,)."""
         row = ((y - _TABLE_Y[0]) * _ROWS_PER_UNIT + 0.5).astype(np.intp)
         return self.table.take(row, axis=1, mode="clip")
-
-    def _on_edge(self, edge: np.ndarray, y: np.ndarray, width: np.ndarray, front: np.ndarray, back: np.ndarray) -> np.ndarray:
-        z = np.cos(edge)
-        return self.turn(width * np.sin(edge), y, z * np.where(z > 0, front, back))
 
     def _profile_line(self, shot: Shot) -> tuple[list[float], list[float]]:
         """Return heights and lifts of the line from forehead to chin, as seen from the side."""
