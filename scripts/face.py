@@ -32,24 +32,11 @@ VERBS: dict[str, dict[str, str]] = {
         "checkpoint": "scripts.checkpoint",
     },
     "Use a network": {
-        "detect": "scripts.deploy.detect",
-        "embed": "scripts.deploy.embed",
-        "enrol": "scripts.deploy.enrol",
-        "search": "scripts.deploy.search",
-        "verify": "scripts.deploy.verify",
-        "gallery": "scripts.deploy.gallery",
-        "adapt": "scripts.deploy.adapt",
-        "serve": "scripts.deploy.serve",
-        "export": "scripts.deploy.export",
-        "card": "scripts.deploy.card",
+        verb: f"scripts.deploy.{verb}"
+        for verb in ("detect", "embed", "enrol", "search", "verify", "gallery", "adapt", "serve", "export", "card")
     },
     "Know your data and your network": {
-        "clean": "scripts.analysis.clean",
-        "cluster": "scripts.analysis.cluster",
-        "groups": "scripts.analysis.groups",
-        "pairs": "scripts.analysis.pairs",
-        "quality": "scripts.analysis.quality",
-        "robustness": "scripts.analysis.robustness",
+        verb: f"scripts.analysis.{verb}" for verb in ("clean", "cluster", "groups", "pairs", "quality", "robustness")
     },
     "Make, check and change sets": {"data": "scripts.data.", "demo_data": "scripts.demo.make_data"},
     "Move from and to arcface_torch": {
