@@ -122,11 +122,5 @@ def cutout(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]
 
 # in the order of a camera: light, occlusion, lens, sensor, file; cutout comes last
 OPERATIONS: dict[str, Callable[[np.ndarray, np.ndarray, Mapping[str, float]], None]] = {
-    "photometric": photometric,
-    "grayscale": grayscale,
-    "crop": crop,
-    "blur": blur,
-    "low_resolution": low_resolution,
-    "jpeg": jpeg,
-    "cutout": cutout,
+    one.__name__: one for one in (photometric, grayscale, crop, blur, low_resolution, jpeg, cutout)
 }

@@ -47,17 +47,7 @@ _LONGEST = 400  # characters of a caption that are looked at; a reason for a rej
 _APART = 28  # pixels, between the first picture of a row and the others
 _WHITE, _INK = 255, (40, 40, 40)
 # the colours of matplotlib that are easy to distinguish on white; gray is for impostor pairs
-_SET_COLOURS = (
-    "tab:blue",
-    "tab:orange",
-    "tab:green",
-    "tab:purple",
-    "tab:brown",
-    "tab:pink",
-    "tab:olive",
-    "tab:cyan",
-    "tab:red",
-)
+_SET_COLOURS = [f"tab:{name}" for name in ("blue", "orange", "green", "purple", "brown", "pink", "olive", "cyan", "red")]
 
 
 def set_colours(names: Iterable[str]) -> dict[str, str]:
