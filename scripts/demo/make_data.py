@@ -78,12 +78,7 @@ def make(options: argparse.Namespace) -> None:
             f"{options.identities} and {options.images_per_identity}"
         )
     out, receipt, begun = options.out, options.out / "dataset.json", options.out / "dataset.begun.json"
-    wanted = {
-        "version": 1,
-        "identities": options.identities,
-        "images_per_identity": options.images_per_identity,
-        "seed": options.seed,
-    }
+    wanted = {"version": 1, **{key: getattr(options, key) for key in ("identities", "images_per_identity", "seed")}}
     if receipt.is_file() and json.loads(receipt.read_text()) == wanted:
         write_people(out, options.seed)  # a set of an earlier version has none
         print(f"{out}: there already, with these arguments")
