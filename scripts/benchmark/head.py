@@ -166,16 +166,8 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    ratios = "".join(
-        f"{row[key]:>{width}.2f}" if key in row else " " * width
-        for key, width in (
-            ("time_ratio", 8),
-            ("memory_ratio", 9),
-            ("share_of_bare_products", 9),
-            ("arcface_ratio", 10),
-            ("device_ratio", 10),
-        )
-    )
+    widths = {"time_ratio": 8, "memory_ratio": 9, "share_of_bare_products": 9, "arcface_ratio": 10, "device_ratio": 10}
+    ratios = "".join(f"{row[key]:>{width}.2f}" if key in row else " " * width for key, width in widths.items())
     span = "{:.2f} to {:.2f}".format(*row["step_ms_range"])
     busy = f"{row['gpu_busy_ms']:.2f}" if "gpu_busy_ms" in row else ""
     numbers = f"{row['step_ms']:>9.2f} {span:>18} {busy:>8} {row['bytes_per_identity']:>8.0f}"
@@ -238,24 +230,10 @@ def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, label
 
 
 def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialFC:
-    head = PartialFC(
-        build_margin(case["loss"]),
-        case["classes"],
-        _DIM,
-        rank,
-        case["ranks"],
-        device=device,
-        config=HeadConfig(
-            sample_rate=case["sample_rate"],
-            storage=case["storage"],
-            matmul_dtype=_DTYPES[case["matmul"]],
-            chunk=case["chunk"],
-            cache_mb=case["cache_mb"],
-            kernels=case["kernels"],
-            placement=case["placement"],
-        ),
-        folder=Path(),
-    )
+    named = {key: case[key] for key in ("sample_rate", "storage", "chunk", "cache_mb", "kernels", "placement")}
+    config = HeadConfig(matmul_dtype=_DTYPES[case["matmul"]], **named)
+    margin, place = build_margin(case["loss"]), (rank, case["ranks"])
+    head = PartialFC(margin, case["classes"], _DIM, *place, device=device, config=config, folder=Path())
     set_tf32(False)  # the flags of training
     head.choose_form(case["batch"])
     return head
