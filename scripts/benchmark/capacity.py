@@ -50,7 +50,7 @@ from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .kit import add_common_arguments, peak_bytes, run_ranks, write_json
+from .kit import add_common_arguments, peak_bytes, run_ranks, seconds_of, write_json
 
 _GIB = 2**30
 _PROBE = 256 << 20  # bytes with which a bandwidth is measured
@@ -135,10 +135,8 @@ def capacity(options: argparse.Namespace) -> None:
         f"backbone {options.backbone}: {memory.total(options.batch) / _GIB:.2f} GiB, "
         f"{memory.per_image / 2**20:.1f} MiB per image; {max(0, budget - others) / _GIB:.2f} GiB are left for class centres"
     )
-    found, moved = (
-        "  found here" if options.find else "",
-        f"  in a step from and to the {options.placement}" if elsewhere else "",
-    )
+    found = "  found here" if options.find else ""
+    moved = f"  in a step from and to the {options.placement}" if elsewhere else ""
     print(f"\n{'storage':<7} {'B/identity':>10} {'identities':>12} {'copy GiB':>9}{found}{moved}")
     rows = []
     for storage in options.storage:
@@ -151,10 +149,8 @@ def capacity(options: argparse.Namespace) -> None:
         row["copy_bytes"] = 0 if options.placement == "disk" else local * size
         line = f"{storage:<7} {size:>10} {local * options.gpus:>12,} {row['copy_bytes'] / _GIB:>9.2f}"
         if options.find:
-            row["found_per_process"] = _find(options, storage, local, device)
-            line += (
-                f"  {row['found_per_process']:,} per process ({row['found_per_process'] / max(1, local):.2f} of the model's)"
-            )
+            most = row["found_per_process"] = _find(options, storage, local, device)
+            line += f"  {most:,} per process ({most / max(1, local):.2f} of the model's)"
         if elsewhere is not None:
             reads, writes = row["read_bytes"], row["written_bytes"] = head.traffic(local)
             row["seconds"] = reads / elsewhere.reads + writes / elsewhere.writes
@@ -212,15 +208,9 @@ def _of_disk(folder: str) -> tuple[float, float]:
 def _of_bus(device: torch.device) -> tuple[float, float]:
     """Return the bytes per second from locked memory of the host to a GPU, and back."""
     host, there = torch.zeros(_PROBE, dtype=torch.uint8, pin_memory=True), torch.zeros(_PROBE, dtype=torch.uint8, device=device)
-    found = []
-    for target, source in ((there, host), (host, there)):
-        target.copy_(source)
-        torch.cuda.synchronize(device)
-        begun = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize(device)
-        found.append(_PROBE / (time.perf_counter() - begun))
-    return found[0], found[1]
+    there.copy_(host)
+    host.copy_(there)
+    return _PROBE / seconds_of(lambda: there.copy_(host), device), _PROBE / seconds_of(lambda: host.copy_(there), device)
 
 
 def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
@@ -298,10 +288,8 @@ def _peak_of_a_step(rank: int, options: argparse.Namespace, storage: str, local:
     # the automatic cache takes a part of what the rest leaves of this machine's memory, which may be more than --memory
     config = replace(_head_config(options, storage, device), cache_mb=0)
     head = PartialFC(margin, local, dim, config=config, device=device)
-    for (
-        tensor
-    ) in head.centre_store.tensors.values():  # on the CPU untouched zeros take no memory, but training touches all of them
-        tensor[:] = tensor[:]
+    for tensor in head.centre_store.tensors.values():
+        tensor[:] = tensor[:]  # on the CPU untouched zeros take no memory, but training touches all of them
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
     labels = torch.randint(local, (1, rows))
     if options.backbone != "none":
