@@ -141,14 +141,12 @@ def measure_decoding(options: argparse.Namespace, folder: Path) -> list[dict[str
     make_faces(folder / "faces", options.images)
     dataset = RecordDataset(folder / "faces")
     images = [bytes(dataset.sample(index)[0]) for index in range(dataset.num_images)]
-    ways: dict[str, Callable[[], float]] = {
-        f"bare {name}": partial(_bare_rate, decode, images) for name, decode in decoders().items()
-    }
+    ways: dict[str, Callable[[], float]]
+    ways = {f"bare {name}": partial(_bare_rate, decode, images) for name, decode in decoders().items()}
     for threads in (1, 2):
         ways[f"loader, {threads} thread(s)"] = partial(_loader_rate, dataset, threads, 4 * len(images))
-    ways["DataLoader, 2 workers, float"] = partial(
-        _plain_rate, folder / "faces" / "train.rec", max(1, min(64, len(images) // 4))
-    )
+    batch = max(1, min(64, len(images) // 4))
+    ways["DataLoader, 2 workers, float"] = partial(_plain_rate, folder / "faces" / "train.rec", batch)
     rates = take_turns(ways, options.rounds)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     print(f"\n{f'{len(images)} images, {sum(map(len, images)) / len(images):.0f} bytes each':<52}images/s")

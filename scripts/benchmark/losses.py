@@ -87,12 +87,8 @@ _OF_PLACE = (  # keys that do not change what is trained, or that hashes of the 
     *("data.path", "data.index_cache", "eval.path"),
 )
 # in which the runs of a table differ
-_OF_A_ROW = (
-    "run.seed",
-    "loss",
-    "head.sample_rate",
-    *sorted({f"head.{key}" for row in SETTINGS.values() for key in row.row.head}),
-)
+_HEAD_KEYS = sorted({f"head.{key}" for setting in SETTINGS.values() for key in setting.row.head})
+_OF_A_ROW = ("run.seed", "loss", "head.sample_rate", *_HEAD_KEYS)
 _BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates"}
 
 
@@ -374,12 +370,9 @@ def tables(rows: Sequence[Row]) -> str:
         columns = list(itertools.product(sorted({row["rate"] for row in chosen}, reverse=True), sets))
         lines = [["loss", *(f"{name} at {rate:g}" for rate, name in columns)]]
         for name in (name for name in SETTINGS if any(row["setting"] == name for row in chosen)):
+            own = [row for row in chosen if row["setting"] == name]
             found = [
-                [
-                    100 * row["accuracy"][of]
-                    for row in chosen
-                    if (row["setting"], row["rate"]) == (name, rate) and of in row["accuracy"]
-                ]
+                [100 * row["accuracy"][of] for row in own if row["rate"] == rate and of in row["accuracy"]]
                 for rate, of in columns
             ]
             lines.append([SETTINGS[name].row.title, *map(_mean, found)])
@@ -467,10 +460,8 @@ def draw_curves(folder: Path) -> list[Path]:
         titles = [f"target logit{by}", "minus its derivative: how hard it pulls"]
         titles.append(f"loss, with {NUM_CLASSES - 1} negatives at 90 degrees")
         if group == "negatives":
-            titles = [
-                f"logit of a negative / s, own class at {math.degrees(NEGATIVE_AT):.0f} degrees",
-                "minus its derivative / s",
-            ]
+            degrees = math.degrees(NEGATIVE_AT)
+            titles = [f"logit of a negative / s, own class at {degrees:.0f} degrees", "minus its derivative / s"]
         figure = make_figure(4.7 * len(titles), 4.4, layout="constrained")
         axes = figure.subplots(1, len(titles))
         for number, (name, colour) in enumerate(zip(names, _COLOURS, strict=False)):
