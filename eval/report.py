@@ -162,14 +162,8 @@ def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3, ab
     figure = make_figure(wide, high)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     left, right, bottom, top = _MARGINS
-    figure.subplots_adjust(
-        left / wide,
-        bottom / high,
-        1 - right / wide,
-        1 - (top + above) / high,
-        (left + right) / (width - left - right),
-        (bottom + top) / (height - bottom - top),
-    )
+    borders = left / wide, bottom / high, 1 - right / wide, 1 - (top + above) / high
+    figure.subplots_adjust(*borders, (left + right) / (width - left - right), (bottom + top) / (height - bottom - top))
     for axis in axes[count:]:
         axis.set_visible(False)
     return figure, axes[:count]
@@ -287,14 +281,9 @@ def write_report(
     drawn: dict[str, bytes] = {}
     if pairs:
         _fill_numbers(page, pairs, intervals)
-        drawn = {
-            "verification": draw_overview(pairs, title),
-            "curves": draw_curves(pairs),
-            "similarities": draw_similarities(pairs),
-            "folds": draw_folds(pairs),
-            "norms": draw_norms(pairs),
-        }
-        for name, heading, text in _SECTIONS:
+        drawn["verification"] = draw_overview(pairs, title)
+        for name, draw, heading, text in _SECTIONS:
+            drawn[name] = draw(pairs)
             page.section(heading)
             page.picture(drawn[name], text)
     if rates := _rate_rows(results):
@@ -382,33 +371,18 @@ def _worst_errors(pair_set: PairSet, result: VerificationResult, same: bool) -> 
 
 
 _SUMMARY = (
-    "set",
-    "pairs",
-    "accuracy %",
-    "95 % interval",
-    "std",
-    "cosine threshold",
-    "exact thresholds %",
-    "no mirror %",
-    "EER %",
-    "AUC",
-    "min DCF",
-    "norm",
+    *("set", "pairs", "accuracy %", "95 % interval", "std", "cosine threshold", "exact thresholds %", "no mirror %", "EER %"),
+    *("AUC", "min DCF", "norm"),
 )
 POINT_COLUMNS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
+_OF_CURVES = "left: accepted genuine pairs against accepted impostor pairs; right: both errors, on logarithmic axes"
+_OF_SIMILARITIES = "errors occur where the two histograms overlap; dashed: the strictest FAR that can be measured"
+_OF_NORMS = "norms of the raw embeddings; small norms are often blurred, turned or hidden faces"
 _SECTIONS = (
-    (
-        "curves",
-        "ROC and DET",
-        "left: accepted genuine pairs against accepted impostor pairs; right: both errors, on logarithmic axes",
-    ),
-    (
-        "similarities",
-        "Similarities",
-        "errors occur where the two histograms overlap; dashed: the strictest FAR that can be measured",
-    ),
-    ("folds", "Folds", "accuracy of each fold; the line is their mean"),
-    ("norms", "Norms", "norms of the raw embeddings; small norms are often blurred, turned or hidden faces"),
+    ("curves", draw_curves, "ROC and DET", _OF_CURVES),
+    ("similarities", draw_similarities, "Similarities", _OF_SIMILARITIES),
+    ("folds", draw_folds, "Folds", "accuracy of each fold; the line is their mean"),
+    ("norms", draw_norms, "Norms", _OF_NORMS),
 )
 
 
