@@ -249,16 +249,9 @@ def enrol_all(options: argparse.Namespace) -> None:
 
 def facts_of(options: argparse.Namespace, embedder: Embedder, detector: Detector | None, recorded: str) -> Facts:
     """Return what a new gallery records; `recorded` is that of `recorded_network`, from before the network was read."""
-    return Facts(
-        one_line(embedder.title),
-        embedder.digest,
-        embedder.embedding_size,
-        embedder.image_size,
-        one_line(detector.name) if detector else "",
-        options.which,
-        recorded,
-        _stored_path(options.detector) if options.detector else "",
-    )
+    name, path = (one_line(detector.name), _stored_path(options.detector)) if detector else ("", "")
+    sizes = embedder.embedding_size, embedder.image_size
+    return Facts(one_line(embedder.title), embedder.digest, *sizes, name, options.which, recorded, path)
 
 
 def _enrol(
@@ -464,9 +457,5 @@ def reembed_gallery(options: argparse.Namespace) -> None:
             image_size=embedder.image_size,
             network_path=recorded,
         )
-
-        def wrap(images: Iterable[Image], total: int) -> Iterable[Image]:
-            return progress(images, total, "embedding", "image")
-
-        count = gallery.reembed(facts, embedder.embed, wrap)
+        count = gallery.reembed(facts, embedder.embed, lambda images, total: progress(images, total, "embedding", "image"))
     print(f"{shown(options.gallery)}: {count:,} images embedded by {facts.title}; thresholds of the old network do not hold")
