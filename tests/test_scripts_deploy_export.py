@@ -35,7 +35,6 @@ from backbones.iresnet import IResNet
 from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import VisionTransformer
 from deploy.export import checks as export_checks
-from deploy.export import export as export_files
 from deploy.export import graph as export_graph
 from eval.__main__ import main as evaluate
 from eval.foreign_networks import CONTRACT_FILE, InputContract
@@ -371,7 +370,7 @@ def test_a_file_that_does_not_run_does_not_appear(
     def fails(pixels: np.ndarray) -> list[np.ndarray]:
         raise RuntimeError("[ONNXRuntimeError] : no kernel\nat line 7")
 
-    monkeypatch.setattr(export_files, "open_file", lambda *arguments: fails)
+    monkeypatch.setattr(export_checks, "open_file", lambda *arguments: fails)
     assert export([*toy, "--to", "pt2", "--out", str(tmp_path / "out" / "net.pt2")]) == 1
     assert one_line(capsys, *PROGRESS).endswith("the exported network does not run: [ONNXRuntimeError] : no kernel")
     assert _left(tmp_path / "out") == []
@@ -408,7 +407,7 @@ def test_a_smaller_file_that_loses_too_much_accuracy_does_not_appear(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     scores = iter([0.9, 0.85])  # of the network, then of the file
-    monkeypatch.setattr(export_files, "accuracies", lambda *arguments: iter([("lfw", next(scores))]))
+    monkeypatch.setattr(export_checks, "accuracies", lambda *arguments: iter([("lfw", next(scores))]))
     words = [str(source / "run"), "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")]
     assert export([*words, "--precision", "fp16", "--max-loss", "4.9"]) == 1
     assert "fp16 loses 5.00 percent points of accuracy on lfw, 90.00 -> 85.00 %" in one_line(capsys, *PROGRESS)
@@ -425,7 +424,6 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
 ):
     write_dataset(tmp_path)
     monkeypatch.setattr(export_graph, "LARGEST_FILE", 10_000)
-    monkeypatch.setattr(export_files, "LARGEST_FILE", 10_000)
     words, data = [*toy, "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")], tmp_path / "out" / "net.onnx.data"
     data.parent.mkdir()
     data.write_bytes(b"mine")
@@ -582,7 +580,7 @@ def test_an_interrupted_export_leaves_nothing_and_an_old_file_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(export_files, "compare", interrupt)
+        patch.setattr(export_checks, "compare", interrupt)
         assert export([*toy, "--to", "pt2", "--out", str(out), "--overwrite"]) == 130
     assert _left(out.parent) == ["net.pt2"] and out.read_bytes() == b"old"
     assert export([*toy, "--to", "pt2", "--out", str(out), "--overwrite"]) == 0

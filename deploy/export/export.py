@@ -31,36 +31,7 @@ from utils.files import check_folder_of, shown, unfinished_folder, write_file
 from utils.image import normalise
 from utils.text import one_line, plain_table
 
-from .checks import (
-    BATCHES,
-    PARITY,
-    Timing,
-    accuracies,
-    calibration_batches,
-    calibration_set,
-    check_insightface,
-    check_insightface_nodes,
-    compare,
-    embeddings_of,
-    images_to_compare,
-    measure,
-    open_file,
-    to_fp16,
-    to_int8,
-)
-from .graph import (
-    LARGEST_FILE,
-    Traced,
-    deployed,
-    describe,
-    require_onnx,
-    to_onnx,
-    trace,
-    write_metadata,
-    write_onnx,
-    write_openvino,
-    write_pt2,
-)
+from . import checks, graph
 from .hub import ONNX, check_hub, complete, read_known
 
 SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "openvino": ".xml"}
@@ -112,10 +83,10 @@ class Exporter:
         options, source = self.options, self.source
         contract = self._describe("fp32")
         if options.pack:  # before minutes of work
-            {"insightface": check_insightface, "hub": check_hub}[options.pack](self._describe(options.precision))
-        module = deployed(source.network, options.with_preprocess, options.flip)
+            {"insightface": checks.check_insightface, "hub": check_hub}[options.pack](self._describe(options.precision))
+        module = graph.deployed(source.network, options.with_preprocess, options.flip)
         print(f"tracing {source.network.title}", flush=True)
-        traced = trace(module, source.network.image_size)
+        traced = graph.trace(module, source.network.image_size)
         made = {"fp32": self._make_fp32(traced, contract)}
         wanted = [options.precision] if options.precision != "fp32" else []
         if options.measure and options.to == "onnx":
@@ -126,13 +97,13 @@ class Exporter:
             self._measure_accuracies(made)
         chosen = made[options.precision]
         if options.pack == "insightface":
-            check_insightface_nodes(chosen.files[0])
+            checks.check_insightface_nodes(chosen.files[0])
         facts = {
             "network": source.network.title,
             "contract": asdict(chosen.contract),
             "folded": traced.folded,
             "norms": traced.norms,
-            "batches": list(BATCHES),
+            "batches": list(checks.BATCHES),
             "images": f"of {source.sets[0].name}" if source.sets else "drawn",
             "files": {
                 precision: {"megabytes": found.megabytes, "difference": found.difference, "cosine": found.cosine}
@@ -147,7 +118,7 @@ class Exporter:
     def _describe(self, precision: str) -> InputContract:
         options, source = self.options, self.source
         size = source.reference.shape[1]
-        return describe(source.network, options.backbone or "", size, options.with_preprocess, options.flip, precision)
+        return graph.describe(source.network, options.backbone or "", size, options.with_preprocess, options.flip, precision)
 
     def _path(self, precision: str) -> Path:
         """Return the path of a file, in a folder of its own, because it refers to its weights by their name."""
@@ -155,20 +126,21 @@ class Exporter:
         folder.mkdir()
         return folder / self.options.out.name
 
-    def _make_fp32(self, traced: Traced, contract: InputContract) -> Made:
+    def _make_fp32(self, traced: graph.Traced, contract: InputContract) -> Made:
         path = self._path("fp32")
         files: Sequence[Path] = [path]
         print(f"writing {path.suffix[1:]}, and comparing it with torch", flush=True)
         if self.options.to == "pt2":
-            write_pt2(traced.program, path, contract)
+            graph.write_pt2(traced.program, path, contract)
         else:
-            write = write_openvino if self.options.to == "openvino" else write_onnx
-            files = write(to_onnx(traced.program, contract, "data" if self.options.pack == "insightface" else "images"), path)
+            write = graph.write_openvino if self.options.to == "openvino" else graph.write_onnx
+            entry = "data" if self.options.pack == "insightface" else "images"
+            files = write(graph.to_onnx(traced.program, contract, entry), path)
         made = self._compared(files, contract)
-        if not made.difference <= PARITY:
+        if not made.difference <= checks.PARITY:
             raise ValueError(
                 f"--out: nothing is written: the exported network differs from torch by {made.difference:.2g} of the length of "
-                f"an embedding in batches of {', '.join(map(str, BATCHES))}, and may differ by {PARITY:g}"
+                f"an embedding in batches of {', '.join(map(str, checks.BATCHES))}, and may differ by {checks.PARITY:g}"
             )
         return made
 
@@ -176,17 +148,19 @@ class Exporter:
         """Return a file of 16 or 8 bits, made from the fp32 one."""
         options, source = self.options, self.source
         if len(full.files) > 1:
-            raise ValueError(f"--precision {precision} and --measure are for networks of at most {LARGEST_FILE / 1e9:g} GB")
+            largest = f"{graph.LARGEST_FILE / 1e9:g} GB"
+            raise ValueError(f"--precision {precision} and --measure are for networks of at most {largest}")
         contract, path = self._describe(precision), self._path(precision)
         model = importlib.import_module("onnx").load(full.files[0])
         if precision == "fp16":
-            model = to_fp16(model)
+            model = checks.to_fp16(model)
         else:
             assert source.calibration is not None
-            batches = calibration_batches(source.calibration, contract, options.calibration_images, model.graph.input[0].name)
-            model = to_int8(model, batches, path.parent)
-        write_metadata(model, contract)
-        made = self._compared(write_onnx(model, path), contract)
+            count, entry = options.calibration_images, model.graph.input[0].name
+            batches = checks.calibration_batches(source.calibration, contract, count, entry)
+            model = checks.to_int8(model, batches, path.parent)
+        graph.write_metadata(model, contract)
+        made = self._compared(graph.write_onnx(model, path), contract)
         if made.difference == np.inf:
             raise ValueError(f"--precision {precision}: its embeddings are not finite; take fp32")
         return made
@@ -194,8 +168,8 @@ class Exporter:
     def _compared(self, files: Sequence[Path], contract: InputContract) -> Made:
         """Return a file with its distance from the network; ValueError if it cannot be run."""
         try:
-            run = open_file(files[0], contract, self.options.threads)
-            found = compare(run, self.source.pixels, self.source.reference, contract)
+            run = checks.open_file(files[0], contract, self.options.threads)
+            found = checks.compare(run, self.source.pixels, self.source.reference, contract)
         except (OSError, ValueError):
             raise
         except Exception as error:  # of onnxruntime or torch, which have many kinds
@@ -212,7 +186,7 @@ class Exporter:
             models[precision] = functools.partial(open_foreign, made[precision].files[0], options.threads, trust_code=False)
         for precision, model in models.items() if source.sets else ():
             self.accuracies[precision] = {}
-            for name, accuracy in accuracies(model(), *settings):
+            for name, accuracy in checks.accuracies(model(), *settings):
                 print(f"{precision} {name}: {100 * accuracy:.2f} %", flush=True)
                 self.accuracies[precision][name] = accuracy
         if options.max_loss is None:
@@ -237,12 +211,12 @@ class Exporter:
         runs: dict[str, Callable[[np.ndarray], object]] = {"torch fp32": by_torch}
         program = {"onnx": "onnxruntime", "pt2": "torch.export", "openvino": "openvino"}[options.to]
         for precision, found in made.items():
-            runs[f"{program} {precision}"] = open_file(found.files[0], found.contract, options.threads)
+            runs[f"{program} {precision}"] = checks.open_file(found.files[0], found.contract, options.threads)
         times: dict[str, dict[str, dict[str, float]]] = {name: {} for name in runs}
         with inference_mode(model):
             for batch in (1, options.measure_batch):
                 pixels = np.resize(source.pixels, (batch, *source.pixels.shape[1:]))
-                for name, timing in measure(runs, pixels, options.threads).items():
+                for name, timing in checks.measure(runs, pixels, options.threads).items():
                     times[name][str(batch)] = timing._asdict()
         return times
 
@@ -270,7 +244,7 @@ def table(facts: Mapping[str, Any]) -> str:
         numbers = list(next(iter(facts["times"].values())))
         rows = [["forward pass, median (quartiles)", *(f"batch {number}: ms" for number in numbers)]]
         for name, found in facts["times"].items():
-            times = [Timing(**found[number]) for number in numbers]
+            times = [checks.Timing(**found[number]) for number in numbers]
             rows.append([name, *(f"{time.median:.2f} ({time.low:.2f} to {time.high:.2f})" for time in times)])
         lines += ["", plain_table(rows), f"{facts['threads']} thread(s), the networks in turn"]
     return "\n".join(lines)
@@ -289,13 +263,13 @@ def export(options: argparse.Namespace) -> None:
     calibration = None
     if options.precision == "int8" or (options.measure and options.to == "onnx" and (options.calibrate or network.config)):
         try:
-            calibration = calibration_set(options.calibrate, network.config)
+            calibration = checks.calibration_set(options.calibrate, network.config)
         except ValueError as error:
             if options.precision == "int8" or options.calibrate:
                 raise
             print(f"warning: the table has no int8: {one_line(error)}", file=sys.stderr)
-    pixels = images_to_compare(sets, network.image_size)
-    reference = embeddings_of(network.model, pixels, options.flip)
+    pixels = checks.images_to_compare(sets, network.image_size)
+    reference = checks.embeddings_of(network.model, pixels, options.flip)
     if not np.isfinite(reference).all():
         raise ValueError(f"{network.name}: its embeddings are not finite; take an earlier checkpoint")
     with unfinished_folder(hub or options.out) as folder:
@@ -357,7 +331,7 @@ def _check(options: argparse.Namespace) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("an export is the work of one process; start it without torchrun")
     if options.to != "pt2":
-        require_onnx(options.to)
+        graph.require_onnx(options.to)
 
 
 def _require_new(paths: Sequence[Path], is_folder: bool) -> None:
