@@ -24,20 +24,9 @@ from ..faces.pictures import Crop, Rejected
 from ..faces.tracks import Span, Track, Tracker
 from ..faces.video import SUFFIXES, read_frames
 from ..results import Threshold
+from . import commands
 from .adapted import threshold_for
-from .commands import (
-    NO_DIRECTION,
-    EmbeddedFace,
-    Picture,
-    embed_faces,
-    find_pictures,
-    print_rejected,
-    read_faces,
-    require_network,
-    take_recorded_network,
-    warn_of_other_detector,
-    with_people,
-)
+from .commands import EmbeddedFace, Picture
 from .search import Match, Searcher
 from .store import Gallery
 
@@ -65,14 +54,14 @@ def search_all(options: argparse.Namespace) -> None:
     for option, file in (("--sheet", options.sheet), ("--json", options.json)):
         check_folder_of(file, option)
     if options.run is None:
-        take_recorded_network(options)
+        commands.take_recorded_network(options)
     threshold = threshold_for(options)
-    found = [one for path in options.pictures for one in find_pictures(path)]
+    found = [one for path in options.pictures for one in commands.find_pictures(path)]
     several = len(options.pictures) > 1
     pictures = [Picture(path, str(path) if several else name, "") for path, name in found]
     rejected: list[Rejected] = []
     if options.labelled:
-        pictures, rejected = with_people(found, options.person_from, None, several)
+        pictures, rejected = commands.with_people(found, options.person_from, None, several)
     videos = [one for one in pictures if one.path.suffix.lower() in SUFFIXES]
     if options.camera is not None:
         videos.append(Picture(Path(), f"camera {options.camera}", ""))
@@ -80,8 +69,8 @@ def search_all(options: argparse.Namespace) -> None:
         raise ValueError(f"--which {options.which}: all faces of a video count; leave it out")
     with Gallery(options.gallery) as gallery:
         embedder, detector = open_embedder(options), open_detector(options)
-        require_network(gallery, embedder)
-        warn_of_other_detector(gallery, one_line(detector.name) if detector else "", options.which)
+        commands.require_network(gallery, embedder)
+        commands.warn_of_other_detector(gallery, one_line(detector.name) if detector else "", options.which)
         searcher = gallery.searcher(options.by, options.weights)
         if not searcher.people:
             raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; `face enrol` does it")
@@ -90,8 +79,8 @@ def search_all(options: argparse.Namespace) -> None:
         queries: list[Query] = []
         raw = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
         stills = [one for one in pictures if one.path.suffix.lower() not in SUFFIXES]
-        faces = read_faces(stills, detector, embedder.image_size, options.which, options.threads)
-        batches = [embed_faces(faces, len(stills), "searching", embedder, rejected)] if stills else []
+        faces = commands.read_faces(stills, detector, embedder.image_size, options.which, options.threads)
+        batches = [commands.embed_faces(faces, len(stills), "searching", embedder, rejected)] if stills else []
         batches += [_embed_video(one, detector, embedder, options, rejected) for one in videos]
         for batch in itertools.chain.from_iterable(batches):
             raw.append(np.stack([face.embedding for face in batch]) if batch else raw[0])
@@ -104,7 +93,7 @@ def search_all(options: argparse.Namespace) -> None:
                     _print_query(queries[-1], threshold, False)
         for query in () if options.quiet or options.camera is not None else queries:
             _print_query(query, threshold, detector is not None)
-        print_rejected(rejected)
+        commands.print_rejected(rejected)
         if not queries:
             raise ValueError(f"none of {len(stills) + len(videos)} pictures has a face to search; the reasons are above")
         embeddings = np.concatenate(raw)
@@ -172,7 +161,7 @@ def _embedded(
         if vector.any():
             found.append(EmbeddedFace(picture, b"", Crop(picture.name, faces[0][2], None, place), vector, track.span))
         else:
-            rejected.append(Rejected(f"{picture.name}, {track.span}", NO_DIRECTION if faces else track.problem))
+            rejected.append(Rejected(f"{picture.name}, {track.span}", commands.NO_DIRECTION if faces else track.problem))
     return found
 
 
