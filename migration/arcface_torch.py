@@ -14,17 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.centres.shard import classes_of_slots, initial_centres, shard_range, slots_of_classes
-from utils.checkpoint.format import (
-    BACKBONE,
-    TRAINER,
-    checkpoint_path,
-    commit,
-    find_checkpoint,
-    list_checkpoints,
-    read_manifest,
-    shard_name,
-    step_of,
-)
+from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
 from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
 from utils.cli import progress
@@ -73,7 +63,7 @@ def import_checkpoint(options: argparse.Namespace) -> None:
     facts["config"] = {"backbone": sections, "run": {"seed": options.seed}}  # all that evaluation needs
     final = write(options.run, network, centres, trainer, facts)
     print(f"wrote {final}: {num_classes} classes, step {step}, seed {options.seed}")
-    newer = [path for path in list_checkpoints(options.run) if step_of(path) > step]
+    newer = [path for path in ckpt.list_checkpoints(options.run) if ckpt.step_of(path) > step]
     if newer:
         print(f"note: {options.run} also has {newer[-1].name}, which training would resume from instead of this one")
     print(f"next: {command(options.run, network, num_classes, options.seed, kind)}")
@@ -179,7 +169,7 @@ def _finite_rows(rows: Rows, name: str, classes_of: Callable[[int, int], np.ndar
 
 def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dict[str, Any], facts: dict[str, Any]) -> Path:
     """Write the checkpoint; return its folder, which gets its name only when it is complete."""
-    final = checkpoint_path(run, facts["step"])
+    final = ckpt.checkpoint_path(run, facts["step"])
     if final.exists():
         raise ValueError(f"{final}: exists already and is never overwritten; choose another run folder, or --step")
     ranks, files = facts["world_size"], {}
@@ -187,11 +177,11 @@ def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dic
         with progress([], centres.num_classes * centres.num_tensors, "class centres", "row") as bar:
             for rank in range(ranks):
                 slots = shard_range(centres.num_classes, rank, ranks)
-                name = shard_name(rank, ranks)
+                name = ckpt.shard_name(rank, ranks)
                 files[name] = {**write_planned(folder / name, centres.planned(*slots, bar.update)), "slots": list(slots)}
-        files[BACKBONE] = write_tensors(folder / BACKBONE, network.model.state_dict())
-        files[TRAINER] = write_object(folder / TRAINER, trainer)
-        commit(folder, final, {**facts, "files": files})
+        files[ckpt.BACKBONE] = write_tensors(folder / ckpt.BACKBONE, network.model.state_dict())
+        files[ckpt.TRAINER] = write_object(folder / ckpt.TRAINER, trainer)
+        ckpt.commit(folder, final, {**facts, "files": files})
     return final
 
 
@@ -215,7 +205,7 @@ def export_checkpoint(options: argparse.Namespace) -> None:
     """Read, write into a hidden folder, rename it, and report."""
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise ValueError(f"{options.out}: exists already; choose another folder, nothing is overwritten")
-    checkpoint = find_checkpoint(options.checkpoint)
+    checkpoint = ckpt.find_checkpoint(options.checkpoint)
     with unfinished_folder(options.out) as unfinished:
         notes = write_files(checkpoint, unfinished, options.era, options.ranks)
         os.rename(unfinished, options.out)
@@ -226,14 +216,14 @@ def export_checkpoint(options: argparse.Namespace) -> None:
 
 def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     """Write all files of an era; return notes for the user."""
-    manifest = read_manifest(checkpoint)
+    manifest = ckpt.read_manifest(checkpoint)
     step = int(manifest["step"])
     config = manifest.get("config", {})
     _check_counterpart(checkpoint, config)
     classes, seed = class_order(checkpoint)
     if ranks > classes:
         raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
-    model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
+    model = recognise(read_backbone(checkpoint), checkpoint / ckpt.BACKBONE).model
     backbone = {name: own(value) for name, value in model.state_dict().items()}
     rows = SavedRows(checkpoint, classes)
     trainer = read_trainer(checkpoint)
@@ -298,7 +288,7 @@ def _check_counterpart(checkpoint: Path, config: dict[str, Any]) -> None:
         found = "was tuned in part (backbone.lora_rank or backbone.train_last), and arcface_torch trains the whole"
     else:
         return
-    raise ValueError(f"checkpoint {checkpoint}: its network {found}. Use its {BACKBONE} with this project")
+    raise ValueError(f"checkpoint {checkpoint}: its network {found}. Use its {ckpt.BACKBONE} with this project")
 
 
 def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> list[str]:
