@@ -17,7 +17,7 @@ import torch
 
 from deploy.journal import Journal
 from eval.verification import OperatingPoint
-from utils.parallel import map_in_order
+from utils.parallel import map_in_order, torch_threads
 
 # a bin is 3e-5 wide. Where a small share f of impostor pairs is above a cosine, this share changes by a factor e within about
 # 0.01 (a normal distribution of 512 dimensions at f = 1e-8), so that an edge is within 1 % of any f
@@ -211,17 +211,13 @@ def count_pairs(
         raise ValueError(f"{num_groups} groups are too many for {num_bins} bins, which {most} may have; join small groups")
     counter = _Counter(vectors, labels, groups, num_bins, worst)
     threads = 1 if counter.device.type == "cuda" else torch.get_num_threads()
-    before = torch.get_num_threads()
     begin = _restore(counter, journal)
     advance(int(counter.genuine.sum() + counter.impostor.sum()))
-    torch.set_num_threads(1)  # each thread has a product of its own: a histogram takes one thread, and all are to have work
-    try:
+    with torch_threads(1):  # each thread has a product of its own: a histogram takes one thread, and all are to have work
         for start in range(begin, len(counter.blocks), _STRIPE):
             _count_stripe(counter, start, threads, advance)
             if journal is not None:
                 _save(counter, journal, start, start + _STRIPE)
-    finally:
-        torch.set_num_threads(before)
     nearest, farthest = counter.extremes
     return PairCounts(
         np.linspace(-1.0, 1.0, num_bins + 1),

@@ -1,5 +1,6 @@
 """Processes many items in threads, with results in order and a bounded number of items in flight; starts processes."""
 
+import contextlib
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,19 @@ def forks_of_torch() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     return context
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads."""
+    import torch  # programs that do not compute start without it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 16) -> Iterator[Result]:

@@ -175,19 +175,8 @@ def default_processes(device: str) -> int:
     return num_cores()
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as each of several processes does, so that one process computes the same numbers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def open_network(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
-    """Return the network of the command line, for `one_thread`: --threads are for decoding here."""
+    """Return the network of the command line, for one thread of torch: --threads are for decoding here."""
     own = copy.copy(options)
     own.threads = 1
     return open_embedder(own, local_rank)

@@ -9,7 +9,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from eval.pair_sets.bin_file import PairSet
 from utils.cli import progress
 from utils.distributed import World
 from utils.image import IMAGE_SIZE, normalise
+from utils.parallel import torch_threads
 from utils.randomness import derive
 from utils.text import prefix_errors
 
@@ -338,7 +338,7 @@ def measure(runs: Mapping[str, Callable[[np.ndarray], object]], pixels: np.ndarr
         threads: of torch; the others have theirs.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    with _torch_threads(threads):
+    with torch_threads(threads):
         for run in runs.values():  # the first run allocates
             run(pixels)
         begin = time.perf_counter()
@@ -354,13 +354,3 @@ def measure(runs: Mapping[str, Callable[[np.ndarray], object]], pixels: np.ndarr
         low, median, high = 1000 * np.quantile(values, [0.25, 0.5, 0.75])
         found[name] = Timing(float(median), float(low), float(high), len(values))
     return found
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

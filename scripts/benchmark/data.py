@@ -39,6 +39,7 @@ from data.sampler import SampleOrder
 from scripts.demo.make_data import DrawnPicture, draw_all
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
+from utils.parallel import torch_threads
 from utils.program import run_main
 
 from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
@@ -243,12 +244,8 @@ def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict
         "AdaFace's three, a fifth each": lambda: _apply(pixels, adaface),
         **{name: _one(pixels, section, name) for name in OPERATIONS},
     }
-    threads = (cv2.getNumThreads(), torch.get_num_threads())
-    cv2.setNumThreads(1)
-    torch.set_num_threads(1)
-    seconds = take_turns({name: partial(seconds_of, way) for name, way in ways.items()}, options.rounds)
-    cv2.setNumThreads(threads[0])
-    torch.set_num_threads(threads[1])
+    with torch_threads(1):  # OpenCV has one already
+        seconds = take_turns({name: partial(seconds_of, way) for name, way in ways.items()}, options.rounds)
     print(f"\n{'augmentation, one core':<52}us / image")
     found = {name: 1e6 * statistics.median(values) / count for name, values in seconds.items()}
     for name, value in found.items():

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.embed.parts import Parts, Plan, default_processes, embed_parts, one_thread, open_network
+from deploy.embed.parts import Parts, Plan, default_processes, embed_parts, open_network
 from deploy.embed.source import open_source
 from deploy.embed.table import FORMS, check_form, files_of, write_table
 from deploy.faces.detector import add_detector_arguments, open_detector
@@ -33,6 +33,7 @@ from deploy.journal import check_new, open_journal
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed import choose_device
+from utils.parallel import torch_threads
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import one_line
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
         check_new(path, unfinished, options.again)
     # for all processes, and for the run that goes on: parts of another precision are not mixed with these
     options.precision = choose_precision(options.precision, is_fast_in_bf16(choose_device(options.device, 0)))
-    with one_thread():
+    with torch_threads(1):  # as in each of several processes, so that one process computes the same numbers
         embedder, detector = open_network(options), open_detector(options)  # before anything is written
         out.parent.mkdir(parents=True, exist_ok=True)
         with open_journal(unfinished, str(out)) as journal:
