@@ -119,26 +119,11 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
         schedules = build_schedules(config, total_steps, num_images / batch_size)
     folder = Path(config.run.output) / config.run.name
     plan = prepare_run_folder(folder, config.checkpoint, bool(processes), facts["run_signature"], world)
-    return Setup(
-        world,
-        precision,
-        tasks,
-        protocols,
-        {"rank": world.rank, "world_size": count, "accumulation": config.train.accumulation},
-        total_steps,
-        batch_size / num_images,
-        *schedules,
-        folder,
-        facts,
-        plan.checkpoint,
-        [
-            *(line for task in tasks for line in task.dataset.warnings),
-            *unlike,
-            *plan.warnings,
-            *slow_precision("train.precision=", precision, world.device),
-        ],
-        teacher,
-    )
+    share = {"rank": world.rank, "world_size": count, "accumulation": config.train.accumulation}
+    length = (total_steps, batch_size / num_images, *schedules)
+    warnings = [line for task in tasks for line in task.dataset.warnings] + [*unlike, *plan.warnings]
+    warnings += slow_precision("train.precision=", precision, world.device)
+    return Setup(world, precision, tasks, protocols, share, *length, folder, facts, plan.checkpoint, warnings, teacher)
 
 
 def signature_of(
