@@ -190,11 +190,9 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
         hashes: False leaves digest and dhash 0.
     """
     count = len(indices)
-    sizes = [np.zeros(count, dtype) for dtype in (np.int64, np.int32, np.int32)]
-    hashed = [np.zeros(count, dtype=np.uint64) for _ in range(2)]
-    result = Scan(
-        np.asarray(indices, dtype=np.int64), sizes[0], sizes[1], sizes[2], hashed[0], hashed[1], np.zeros(count, dtype=bool)
-    )
+    num_bytes, height, width = (np.zeros(count, dtype) for dtype in (np.int64, np.int32, np.int32))
+    hashed = (np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.uint64))
+    result = Scan(np.asarray(indices, dtype=np.int64), num_bytes, height, width, *hashed, np.zeros(count, dtype=bool))
 
     def read(begin: int) -> list[tuple[int, str]]:
         bad = []

@@ -27,8 +27,6 @@ from utils.text import prefix_errors
 from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
 from .index import read_index
 
-__all__ = ["MAGIC", "Headers", "IndexedRecordFile", "Record", "RecordFile", "RecordWriter", "pack", "read_index", "unpack"]
-
 _HEADER = struct.Struct("<IfQQ")
 _CHUNK = 1 << 18  # headers read at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
