@@ -98,7 +98,8 @@ def write_page(
     page.picture(_figure(found), "how much nearer the own centre of an image is than the nearest other")
     pictures = _Pictures(dataset, found, indices)
     for kind, (heading, text) in HEADINGS.items():
-        some = _one_a_group(kind, made[kind])
+        # of a person who is split off, one decision
+        some = made[kind] if kind != "split" else list({one.to: one for one in reversed(made[kind])}.values())[::-1]
         if not some:
             continue
         page.section(f"{heading}: {len(some):,}")
@@ -107,11 +108,6 @@ def write_page(
         if doubtful := some[_WORST:][-_DOUBTFUL:]:
             page.picture(captioned_sheet([pictures.row(kind, one) for one in doubtful]), "the most doubtful")
     page.write(path)
-
-
-def _one_a_group(kind: str, decisions: Sequence[Decision]) -> list[Decision]:
-    """Return the first decision of each new person; all decisions of other kinds."""
-    return list({one.to: one for one in reversed(decisions)}.values())[::-1] if kind == "split" else list(decisions)
 
 
 def _figure(found: Found) -> bytes:
