@@ -116,9 +116,8 @@ def write_verification_set(out: Path, kind: str, options: argparse.Namespace, ba
     """Write one .bin of FOLDS contiguous folds, half of the pairs genuine, identities in one fold only."""
     base = FIRST_VERIFICATION_IDENTITY + SETS.index(kind) * FOLDS * IDENTITIES_PER_FOLD
     identities = range(base, base + FOLDS * IDENTITIES_PER_FOLD)
-    pictures = [
-        DrawnPicture(options.seed, kind, person, number) for person in identities for number in range(IMAGES_PER_IDENTITY)
-    ]
+    numbers = range(IMAGES_PER_IDENTITY)
+    pictures = [DrawnPicture(options.seed, kind, person, number) for person in identities for number in numbers]
     jpegs = {}
     for picture, jpeg in zip(pictures, draw_all(pictures, len(pictures), options.processes), strict=True):
         jpegs[picture.identity, picture.number] = jpeg
@@ -151,9 +150,8 @@ def choose_pairs(
 
 def people_alike(people: Sequence[int], seed: int, share: float) -> set[frozenset[int]]:
     """Return the given share of all pairs of people, those with the nearest skin and hair colours."""
-    colours = {
-        person: np.concatenate([sample_identity(seed, person).skin, sample_identity(seed, person).hair]) for person in people
-    }
+    drawn = {person: sample_identity(seed, person) for person in people}
+    colours = {person: np.concatenate([one.skin, one.hair]) for person, one in drawn.items()}
     pairs = [(a, b) for a in people for b in people if a < b]
     pairs.sort(key=lambda pair: float(np.linalg.norm(colours[pair[0]] - colours[pair[1]])))
     return {frozenset(pair) for pair in pairs[: round(share * len(pairs))]}
