@@ -432,10 +432,9 @@ def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, lis
 def _similarities(result: VerificationResult) -> dict[str, list]:
     """Return {"cosine": edges, "genuine": counts, "impostor": counts}: how many pairs of each kind lie between two edges."""
     cosine, edges = 1.0 - result.distances / 2.0, similarity_bins(result)
-    counts = {
-        kind: np.histogram(cosine[mask], edges)[0] for kind, mask in (("genuine", result.same), ("impostor", ~result.same))
-    }
-    return {"cosine": edges.tolist(), **{kind: values.tolist() for kind, values in counts.items()}}
+    kinds = {"genuine": result.same, "impostor": ~result.same}
+    counts = {kind: np.histogram(cosine[mask], edges)[0].tolist() for kind, mask in kinds.items()}
+    return {"cosine": edges.tolist(), **counts}
 
 
 def _eer_interval(genuine: np.ndarray, impostor: np.ndarray, seed: int = 0) -> tuple[float, float]:

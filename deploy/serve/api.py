@@ -67,11 +67,8 @@ def openapi() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for call in CALLS:
         content = {call.answer: {}} if isinstance(call.answer, str) else {"application/json": {"schema": _schema(call.answer)}}
-        found: dict[str, Any] = {
-            "operationId": call.name,
-            "summary": call.summary,
-            "security": [{"key": []}] if call.role else [],
-        }
+        found: dict[str, Any] = {"operationId": call.name, "summary": call.summary}
+        found["security"] = [{"key": []}] if call.role else []
         found["responses"] = {"200": {"description": "the answer", "content": content}, "default": _ERROR}
         found["parameters"] = [
             {"name": name, "in": "path", "required": True, "description": words, "schema": {"type": "string"}}

@@ -107,10 +107,8 @@ def _old_index(rec_path: Path, sound: Sound) -> tuple[tuple[np.ndarray, np.ndarr
     if missing or wrong:
         beyond = int(np.count_nonzero(old[1] >= rec_path.stat().st_size))
         lost = f"; {beyond} are beyond the end of train.rec, which was cut: get it again if you can" if beyond else ""
-        return (
-            old,
-            f"{path}: {missing} records of train.rec are not in it, and {wrong} of its offsets have no sound record{lost}",
-        )
+        what = f"{missing} records of train.rec are not in it, and {wrong} of its offsets have no sound record{lost}"
+        return old, f"{path}: {what}"
     try:
         RecordDataset(rec_path.parent)
     except ValueError as error:
