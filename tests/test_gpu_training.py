@@ -148,14 +148,20 @@ class _Numbered:
 
     def read_ahead(self, indices: np.ndarray) -> None: ...
 
+    def take_warnings(self) -> list[str]:
+        return []
+
+    def hear(self, warnings: object) -> None: ...
+
     def decode_into(self, index: int, out: np.ndarray) -> int:
         out[...] = index % 256
         return index
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("held", [1, 2])
-def test_no_batch_is_torn_by_a_slow_copy_or_a_slow_reader(monkeypatch: pytest.MonkeyPatch, held: int):
+def test_no_batch_is_torn_by_a_slow_copy_or_a_slow_reader(monkeypatch: pytest.MonkeyPatch, held: int, apart: bool):
     """The CPU, whose batches are the decoders' memory itself, has such tests in tests/test_data_loader.py."""
     whole = loader_module._Shipping.start
 
@@ -168,7 +174,7 @@ def test_no_batch_is_torn_by_a_slow_copy_or_a_slow_reader(monkeypatch: pytest.Mo
     order, cuda = SampleOrder(1000, batch_size=16, seed=4, flip=True), torch.device("cuda", torch.cuda.current_device())
     found: list[Tensor] = []
     held_batches: list[Any] = []
-    for step, batch in enumerate(Loader(_Numbered(), order.samples, 0, 60, 3, 3, cuda, held=held)):
+    for step, batch in enumerate(Loader(_Numbered(), order.samples, 0, 60, 3, 3, cuda, held=held, apart=apart)):
         held_batches = [*held_batches[1 - held :], batch] if held > 1 else [batch]
         if step % 3 == 0:
             torch.cuda._sleep(6_000_000)  # the batch is read long after it was asked for
