@@ -43,9 +43,9 @@ class Damaged(FaceDataset):
         return b"no image" if index in self.bad else np.full((112, 112, 3), index, np.uint8), index % 10
 
 
-def _batches(dataset: FaceDataset, threads: int, first: int = 0) -> list[tuple[list[int], list[int]]]:
+def _batches(dataset: FaceDataset, threads: int, first: int = 0, apart: bool = False) -> list[tuple[list[int], list[int]]]:
     order = SampleOrder(N, batch_size=10, seed=4, flip=False)
-    loader = Loader(dataset, order.samples, first, 40, threads, 3, torch.device("cpu"))
+    loader = Loader(dataset, order.samples, first, 40, threads, 3, torch.device("cpu"), apart=apart)
     return [(batch.labels.tolist(), batch.images[:, 0, 0, 0].tolist()) for batch in loader]
 
 
@@ -71,6 +71,11 @@ def test_every_bad_record_is_counted_once_and_the_first_are_named():
     assert len(news) == 11 and all("bad record replaced: record " in line for line in news[:10])
     assert news[10].startswith("14 bad records so far")
     assert dataset.take_warnings() == []
+    elsewhere = TolerantDataset(Damaged(bad), 7, 0.2)
+    assert _batches(elsewhere, 3, apart=True) == _batches(dataset, 3)
+    *named, last = elsewhere.take_warnings()
+    assert sum(line.startswith("bad record replaced: record ") for line in named) == 10
+    assert last.startswith("14 bad records so far") and elsewhere.take_warnings() == []
 
 
 def test_too_many_bad_records_stop_the_loop_with_the_rule():
