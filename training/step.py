@@ -178,9 +178,12 @@ def begin_gradients(optimizer: torch.optim.Optimizer, keep: bool) -> None:
 
     Otherwise the first backward pass makes their memory. If it is a CUDA graph, its next run would write there again.
     """
-    optimizer.zero_grad(set_to_none=not keep)
-    for weight in weights_of(optimizer) if keep else ():
-        if weight.grad is None:
+    if keep:
+        optimizer.zero_grad(set_to_none=False)
+    for weight in weights_of(optimizer):
+        if not keep:
+            weight.grad = None
+        elif weight.grad is None:
             weight.grad = torch.zeros_like(weight)
 
 

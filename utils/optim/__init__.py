@@ -210,20 +210,30 @@ def leave_compiler_out() -> None:
 
 
 class _SGD(torch.optim.SGD):
-    """torch's SGD, with a step that does not import the compiler, see `leave_compiler_out`."""
+    """torch's fused SGD, called without what torch looks for around it, which takes the host longer than the launch."""
+
+    found_inf: Tensor | None = None  # of `step_if`
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        # otherwise a first step that is skipped would leave moments that nothing ever wrote
-        for group in self.param_groups if len(self.state) < sum(len(group["params"]) for group in self.param_groups) else ():
-            for weight in group["params"] if group["momentum"] else ():
-                if weight.grad is not None and "momentum_buffer" not in self.state[weight]:
-                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return inspect.unwrap(torch.optim.SGD.step)(self, closure)
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            moments = []
+            for weight in weights if group["momentum"] else ():
+                state = self.state[weight]
+                if "momentum_buffer" not in state:  # torch's would never be written if the first step is skipped
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                moments.append(state["momentum_buffer"])
+            if weights:
+                settings = {
+                    name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+                }
+                gradients = [weight.grad for weight in weights]
+                torch._fused_sgd_(weights, gradients, moments, is_first_step=False, found_inf=self.found_inf, **settings)
 
 
 class _AdamW(torch.optim.AdamW):
-    """torch's AdamW, with the same change."""
+    """torch's AdamW, with a step that does not import the compiler, see `leave_compiler_out`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -278,17 +288,22 @@ def unscale_and_clip_grad_norm_(
     useless.
     """
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients) / scale
+    norm = _norm(gradients) / scale
     factor, left = 1.0 / scale, norm
     if clip_value > 0:
         torch._foreach_mul_(gradients, factor)
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)
-        factor, left = torch.ones_like(norm), torch.nn.utils.get_total_norm(gradients)
+        factor, left = torch.ones_like(norm), _norm(gradients)
     if clip_norm > 0:
         factor = factor * (clip_norm / (left + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)
     return norm
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norm () of all of them together; torch's get_total_norm is the same, and asks each for its device."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
 def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
