@@ -211,8 +211,10 @@ class _Apart:
         self._process = context.Process(target=_serve, args=(loader, self.buffers, self._pipe, theirs), daemon=True)
         # until the fork ignores them, a signal would take the way to this process's handlers there
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="decoder")
         self._pinned = [buffer for buffer in self.buffers if loader.device.type == "cuda" and _pinned(buffer.images)]
