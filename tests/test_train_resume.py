@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import (
@@ -22,7 +21,7 @@ from tiny_runs import (
     ROOT,
     Started,
     command_of,
-    final_weights,
+    equal_weights,
     one_line,
     read_metrics,
     run_file,
@@ -79,8 +78,7 @@ def test_a_checkpoint_of_the_older_layout_goes_on_to_the_same_bits(dataset: Path
     resumed = run_train(1, small_run(dataset, tmp_path, *overrides, "run.name=older"))
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
     assert "changed since" not in resumed.stdout
-    expected, found = final_weights(whole), final_weights(run)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    equal_weights(whole, run)
     for path in list_checkpoints(run)[1:]:
         shutil.rmtree(path)
     other_seed = run_train(1, small_run(dataset, tmp_path, *overrides, "run.name=older", "run.seed=3"))
@@ -97,10 +95,7 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_pat
     resumed = run_train(2, broken)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed from" in resumed.stdout
-    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "broken")
-    assert whole.keys() == again.keys()
-    different = [name for name in whole if not torch.equal(whole[name], again[name])]
-    assert not different, f"killed after {kill_after} records: {different}"
+    equal_weights(tmp_path / "whole", tmp_path / "broken", f"killed after {kill_after} records:")
     assert read_metrics(tmp_path / "whole")[12]["loss"] == read_metrics(tmp_path / "broken")[12]["loss"]
 
 
@@ -111,8 +106,7 @@ def test_every_kind_of_network_goes_on_to_the_same_bits(dataset: Path, tmp_path:
     for steps in (2, 4):
         assert train.main(small_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "run.name=broken")) == 0
     assert "resumed from" in (tmp_path / "broken" / "train.log").read_text()
-    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "broken")
-    assert whole.keys() == again.keys() and all(torch.equal(whole[key], again[key]) for key in whole)
+    equal_weights(tmp_path / "whole", tmp_path / "broken")
 
 
 def _told_to_stop_in_step_5(arguments: list[str]) -> int:
@@ -142,8 +136,7 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
     assert saved in ((6,) if num_processes == 1 else (6, 7)) and done.returncode == 75, done.stderr
     assert f"saved after step {saved} of 12" in done.stderr
     assert run_train(num_processes, stopped).returncode == 0
-    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "stopped")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    equal_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -163,8 +156,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_pa
         assert process.returncode == 130 and "Traceback" not in said, said
     assert "train.py" not in said.replace("error", ""), said  # of a worker's traceback
     assert run_train(num_processes, stopped).returncode == 0
-    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "stopped")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    equal_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
 _SLOW = """
@@ -396,11 +388,10 @@ def test_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Pat
         resumed += max(steps, default=0) > newest
         newest = max(steps, default=0)
     assert inside_a_save >= 2 and resumed >= 2, (inside_a_save, resumed)
-    left, ends = list((run / "checkpoints").glob(".step_*.partial")), []
+    left = list((run / "checkpoints").glob(".step_*.partial"))
     for name in ("killed", "whole"):
         assert train.main(small_run(dataset, tmp_path, *overrides, f"run.name={name}", f"train.max_steps={newest + 3}")) == 0
-        ends.append(final_weights(tmp_path / name))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    equal_weights(tmp_path / "killed", tmp_path / "whole")
     # a start that was killed itself may have deleted the others, before it could say so
     assert not left or "was not finished when the run ended" in (run / "train.log").read_text()
     assert list((run / "checkpoints").glob(".*")) == []
@@ -425,8 +416,7 @@ def test_damaged_checkpoints_are_put_aside_and_an_older_one_goes_on_to_the_same_
     assert "trainer.pt is 5 bytes" in said and "backbone.safetensors is damaged" in said
     assert "resumed from" in said and "after step 4" in said
     assert len(list((run / "checkpoints").glob("damaged_step_0000000[68]_*"))) == 2
-    whole, again = final_weights(tmp_path / "whole"), final_weights(run)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    equal_weights(tmp_path / "whole", run)
     for path in list_checkpoints(run):
         (path / "trainer.pt").unlink()
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 1
@@ -487,8 +477,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_warning(
     monkeypatch.setattr(checkpoint_writer, "write_tensors", whole)
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 0
     assert train.main(small_run(dataset, tmp_path, *overrides, "run.name=unbroken")) == 0
-    ends = [final_weights(tmp_path / name) for name in ("tiny", "unbroken")]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    equal_weights(tmp_path / "tiny", tmp_path / "unbroken")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import face, final_weights, small_run, write_dataset
+from tiny_runs import equal_weights, face, small_run, write_dataset
 
 import train
 from eval import __main__ as evaluation
@@ -79,21 +79,20 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
 ):
     monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: fast)
     write_dataset(tmp_path)
-    ends, scores = [], []
+    scores = []
     for name in ("auto", chosen):
         more = [f"train.precision={name}", f"run.name={name}", "train.max_steps=2", "eval.targets=[]"]
         assert train.main(small_run(tmp_path, tmp_path, *more)) == 0
         log = (tmp_path / name / "train.log").read_text()
         assert f"1 x cpu, {chosen}, " in log and "emulates" not in log
         assert f"precision: {chosen}" in (tmp_path / name / "config.yaml").read_text()
-        ends.append(final_weights(tmp_path / name))
         capsys.readouterr()
         report = tmp_path / f"report_{name}"
         words = [str(tmp_path / "auto"), "--targets", str(tmp_path / "tiny.bin"), "--precision", name, "--report", str(report)]
         assert evaluation.main(words) == 0
         assert f"{chosen} on cpu" in (report / "report.html").read_text()
         scores.append(capsys.readouterr().out.splitlines()[:4])
-    assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())
+    equal_weights(tmp_path / "auto", tmp_path / chosen)
     assert scores[0] == scores[1]
     monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: not fast)
     capsys.readouterr()

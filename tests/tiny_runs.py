@@ -126,6 +126,15 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return {**read_backbone(newest), **shard_reader(newest)(0, NUM_CLASSES)}
 
 
+def equal_weights(one: Path, other: Path, said: str = "") -> dict[str, torch.Tensor]:
+    """Return the weights at the end of two runs, which must be the same bits; an error says `said` and what differs."""
+    first, second = final_weights(one), final_weights(other)
+    assert first.keys() == second.keys(), first.keys() ^ second.keys()
+    different = [name for name, value in first.items() if not torch.equal(value, second[name])]
+    assert not different, f"{said} {one}, {other}: {different}"
+    return first
+
+
 def command_of(num_processes: int, arguments: list[str]) -> list[str]:
     if num_processes == 1:
         return [sys.executable, str(ROOT / "train.py"), *arguments]
