@@ -171,15 +171,15 @@ def test_kinds_have_the_given_or_their_own_strengths():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Return a folder with weights and a set of pairs, `clean`, and the words that name the network."""
+    """Return a folder with weights and a set of pairs, `clean`, and the words of a command line that name the network."""
     folder = tmp_path_factory.mktemp("hard")
     torch.manual_seed(0)
     write_tensors(folder / "net.safetensors", build_backbone("mbf", 16, 0.125, image_size=48).state_dict())
     same = [bool(pair % 2) for pair in range(20)]
     images = [face(50 + pair + (side and not same[pair]), 2 * pair + side) for pair in range(20) for side in (0, 1)]
     write_bin(folder / "clean.bin", images, same)
-    words = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--image-size", "48", "--device", "cpu"]
-    return folder, words
+    flags = ["--backbone=mbf", "--width=0.125", "--embedding-size=16", "--image-size=48", "--device=cpu"]
+    return folder, [str(folder / "net.safetensors"), *flags]
 
 
 def _distances(weights: Path, path: Path) -> list[float]:
@@ -199,11 +199,11 @@ def _distances(weights: Path, path: Path) -> list[float]:
 @pytest.mark.parametrize("both", [False, True])
 def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[Path, list[str]], tmp_path: Path, both: bool):
     folder, words = place
-    network, pairs = str(folder / "net.safetensors"), read_pairs(folder / "clean.bin")
+    pairs = read_pairs(folder / "clean.bin")
     more = ["--both"] if both else []
     kinds = ["--kinds", "noise=0,40", "masked=1", "--seed", "5"]
     targets = ["--targets", "clean", "--data", str(folder)]
-    assert robustness.main([network, *words, *targets, *kinds, *more, "--out", str(tmp_path / "out")]) == 0
+    assert robustness.main([*words, *targets, *kinds, *more, "--out", str(tmp_path / "out")]) == 0
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert [(row["kind"], row["strength"]) for row in rows] == [("clean", 0), ("noise", 0), ("noise", 40), ("masked", 1)]
     limit = 0.0
@@ -218,7 +218,7 @@ def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[P
         report = tmp_path / f"report{number}"
         words_of_eval = ["--targets", str(tmp_path / f"set{number}.bin"), "--report", str(report)]
         with blank_pictures():
-            assert evaluate([network, *words, *words_of_eval]) == 0
+            assert evaluate([*words, *words_of_eval]) == 0
         expected = json.loads((report / "results.json").read_text())[f"set{number}"]
         point = next(point for point in expected["operating_points"] if point["target"] == "1e-1")  # 10 impostor pairs
         limit = point["squared_distance_threshold"] if number == 0 else limit
@@ -242,15 +242,7 @@ def test_a_run_that_was_stopped_goes_on_and_another_seed_does_not_take_its_rows(
     place: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder, words = place
-    words = [
-        str(folder / "net.safetensors"),
-        *words,
-        "--targets",
-        str(folder / "clean.bin"),
-        "--kinds",
-        "noise=40,60",
-        "dark=4",
-    ]
+    words = [*words, "--targets", str(folder / "clean.bin"), "--kinds", "noise=40,60", "dark=4"]
     assert robustness.main([*words, "--out", str(tmp_path / "whole")]) == 0
     measured: list[float] = []
 
@@ -281,7 +273,7 @@ def test_a_run_that_was_stopped_goes_on_and_another_seed_does_not_take_its_rows(
 
 def test_neither_the_order_of_kinds_nor_threads_change_a_row(place: tuple[Path, list[str]], tmp_path: Path):
     folder, words = place
-    words = [str(folder / "net.safetensors"), *words, "--targets", str(folder / "clean.bin")]
+    words = [*words, "--targets", str(folder / "clean.bin")]
     found = []
     for number, more in enumerate(
         (["motion=9", "noise=40,20", "--threads", "1"], ["noise=20,40", "motion=9", "--threads", "5"])
@@ -295,8 +287,7 @@ def test_neither_the_order_of_kinds_nor_threads_change_a_row(place: tuple[Path, 
 def test_a_folder_with_files_is_refused(place: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, words = place
     (tmp_path / "mine.txt").write_text("mine")
-    network = str(folder / "net.safetensors")
-    words = [network, *words, "--targets", str(folder / "clean.bin"), "--out", str(tmp_path)]
-    assert robustness.main(words) == 1 and "--out must be a new or an empty folder" in capsys.readouterr().err
-    assert robustness.main([network, network, *words[1:-1], str(tmp_path / "new")]) == 1
+    assert robustness.main([*words, "--targets", str(folder / "clean.bin"), "--out", str(tmp_path)]) == 1
+    assert "--out must be a new or an empty folder" in capsys.readouterr().err
+    assert robustness.main([words[0], *words, "--targets", str(folder / "clean.bin"), "--out", str(tmp_path / "new")]) == 1
     assert "a network is named twice" in capsys.readouterr().err

@@ -22,24 +22,9 @@ from scripts.benchmark.plain import PlainTraining
 from utils import distributed
 from utils.distributed import World
 
-TINY = [
-    "--precision",
-    "fp32",  # a processor without bf16 units multiplies matrices in bf16 more slowly than it convolves, and takes minutes
-    "--backbone",
-    "mbf",
-    "--width",
-    "1",
-    "--batch-size",
-    "4",
-    "--classes",
-    "40",
-    "--steps",
-    "1",
-    "--rounds",
-    "1",
-    "--threads",
-    "1",
-]
+# a processor without bf16 units multiplies matrices in bf16 more slowly than it convolves, and takes minutes
+FP32 = ["--precision", "fp32"]
+TINY = [*FP32, "--backbone=mbf", "--width=1", "--batch-size=4", "--classes=40", "--steps=1", "--rounds=1", "--threads=1"]
 CLASSES, DIM, BATCH = 6, 8, 4
 CHECKOUT = {
     "backbones/__init__.py": "from torch import nn\n"

@@ -197,15 +197,8 @@ def test_two_tables_of_a_planted_rotation_give_it_back_with_the_table_that_a_loo
 def test_tables_of_face_embed_are_taken(place: tuple[Path, list[str]], tmp_path: Path):
     folder, more = place
     for name in ("old", "new"):
-        words = [
-            str(folder / f"{name}.pt"),
-            str(folder / "people"),
-            "--out",
-            str(tmp_path / f"{name}.parquet"),
-            "--processes",
-            "1",
-        ]
-        assert embed.main([*words, *more]) == 0
+        words = [str(folder / f"{name}.pt"), str(folder / "people"), "--out", str(tmp_path / f"{name}.parquet")]
+        assert embed.main([*words, "--processes", "1", *more]) == 0
     words = [str(tmp_path / "old.parquet"), str(tmp_path / "new.parquet"), "--out", str(tmp_path / "a.safetensors")]
     assert adapt.main([*words, "--kinds", "linear"]) == 0
     tables, pictures = read_adapter(tmp_path / "a.safetensors"), read_adapter(folder / "a.safetensors")
