@@ -67,9 +67,8 @@ def test_the_copy_has_the_adapted_vectors_and_the_old_gallery_stays(
     assert gallery.main(["show", str(adapted)]) == gallery.main(["check", str(adapted)]) == 0
     assert f"vectors adapted from  {folder / 'old.pt'}, by the adapter " in capsys.readouterr().out
     # the cosine of a search is that of the query by the new network and the adapted vector; the network is recorded
-    assert (
-        search.main([str(adapted), str(folder / "crops"), "--k", "100", "--json", str(tmp_path / "found.json"), "--quiet"]) == 0
-    )
+    words = [str(adapted), str(folder / "crops"), "--k", "100", "--json", str(tmp_path / "found.json"), "--quiet"]
+    assert search.main(words) == 0
     network = FaceNetwork(folder / "new.pt", backbone="shallow", width=0.125, embedding_size=DIM, image_size=SIZE)
     cosines = network.embed([folder / "crops" / "0.png"])[0] @ found.T
     result = next(one for one in json.loads((tmp_path / "found.json").read_text())["queries"] if one["picture"] == "0.png")
@@ -94,12 +93,7 @@ def test_only_thresholds_of_the_adapter_decide_in_an_adapted_gallery(
     said = f"a match is above the cosine {cosine:.4f}: FAR 1e-1 on the set of the adapter's people, where {100 * tar:.2f} % of"
     assert said in capsys.readouterr().out
     assert search.main(words) == 0 and "no threshold" in capsys.readouterr().out
-    for flags in (
-        ["--threshold", "0.3"],
-        ["--far", "1e-2", "--results", "r.json"],
-        ["--far", "1e-2", "--set", "a"],
-        ["--far", "1e-5"],
-    ):
+    for flags in map(str.split, ("--threshold 0.3", "--far 1e-2 --results r.json", "--far 1e-2 --set a", "--far 1e-5")):
         assert search.main([*words, *flags]) == 1
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and measured in said and flags[-2] in said
@@ -123,6 +117,7 @@ def test_what_would_overwrite_or_mix_is_refused(
 ):
     folder, more = place
     file, start = str(folder / "a.safetensors"), ["adapt", str(folder / NAME), "--with"]
+    out = ["--out", str(tmp_path / "b.safetensors")]
     nets = [str(folder / "old.pt"), str(folder / "new.pt")]
     write_people(tmp_path / "few", 5, 2)
     for program, words, says in (
@@ -131,14 +126,10 @@ def test_what_would_overwrite_or_mix_is_refused(
         (gallery, [*start, str(folder / "old.pt"), "--out", str(tmp_path / "b")], "is no adapter"),
         (adapt, [*nets, str(folder / "people"), "--out", file, *more], "exists already"),
         (adapt, [*nets, str(folder / "people"), "--out", str(tmp_path / "b.pt"), *more], "must end in .safetensors"),
-        (
-            adapt,
-            [nets[0], nets[0], str(folder / "people"), "--out", str(tmp_path / "b.safetensors"), *more],
-            "are of the same network",
-        ),
-        (adapt, [*nets, str(folder / "crops"), "--out", str(tmp_path / "b.safetensors"), *more], "no faces in common"),
-        (adapt, [*nets, "--out", str(tmp_path / "b.safetensors")], "is no .parquet of"),
-        (adapt, [*nets, str(tmp_path / "few"), "--out", str(tmp_path / "b.safetensors"), *more], "6 people or more, got 5"),
+        (adapt, [nets[0], nets[0], str(folder / "people"), *out, *more], "are of the same network"),
+        (adapt, [*nets, str(folder / "crops"), *out, *more], "no faces in common"),
+        (adapt, [*nets, *out], "is no .parquet of"),
+        (adapt, [*nets, str(tmp_path / "few"), *out, *more], "6 people or more, got 5"),
     ):
         capsys.readouterr()
         assert program.main(words) == 1

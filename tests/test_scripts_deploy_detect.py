@@ -192,10 +192,8 @@ def test_crops_of_other_settings_are_not_mixed(
     arguments = (folder, out, "--detector", detector if words else other, *words)
     assert _run(*arguments) == 1
     said = capsys.readouterr().err.splitlines()
-    assert (
-        len(said) == 1
-        and f"were made with another {what}; go on with that one, choose another --out, or add --again" in said[0]
-    )
+    assert len(said) == 1, said
+    assert f"were made with another {what}; go on with that one, choose another --out, or add --again" in said[0]
     assert _run(*arguments, "--again") == 0
 
 

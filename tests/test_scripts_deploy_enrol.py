@@ -46,10 +46,8 @@ def _content(path: Path) -> dict[tuple[str, str], tuple]:
     """Return what is enrolled by person and picture: hash of the picture, of the vector and of the face, and the norm."""
     with Gallery(path) as gallery:
         gallery.check()
-        return {
-            (one.person, one.picture): (one.hash, one.vector_sum, one.face_sum, one.norm, one.quality)
-            for one in gallery.images()
-        }
+        images = gallery.images()
+    return {(one.person, one.picture): (one.hash, one.vector_sum, one.face_sum, one.norm, one.quality) for one in images}
 
 
 @pytest.fixture(scope="module")

@@ -510,36 +510,30 @@ def test_the_extra_file_of_a_program_may_hold_anything(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--to", "onnx", "--out", "{}/net.pt2"], "--out: the name of the file must end in .onnx"),
-        (["--to", "pt2", "--out", "{}/folder.pt2"], "folder.pt2 is a folder"),
-        (["--to", "pt2", "--out", "{}/there.pt2"], "there.pt2 exists; add --overwrite"),
-        (["--to", "pt2", "--out", "{}/r18.safetensors/net.pt2"], "r18.safetensors is a file, and must be a folder"),
-        (["--to", "pt2", "--out", "{}/new.pt2", "--json", "{}/new.pt2"], "--json must be another file"),
-        (["--to", "pt2", "--out", "{}/new.pt2", "--json", "{}/no/f.json"], "--json: there is no folder {}/no"),
-        (["--to", "pt2", "--out", "{}/new.pt2", "--measure", "--calibrate", "{}"], "--calibrate is for --precision int8"),
-        (["--to", "pt2", "--out", "{}/new.pt2", "--precision", "int8"], "--precision int8 is for --to onnx"),
-        (["--to", "onnx", "--out", "{}/new.onnx", "--precision", "int8"], "Give one with --calibrate SET"),
-        (
-            ["--to", "onnx", "--out", "{}/new.onnx", "--precision", "int8", "--calibrate", "{}/no"],
-            "--calibrate: {}/no: no such set",
-        ),
-        (
-            ["--to", "onnx", "--out", "{}/new.onnx", "--precision", "fp16", "--max-loss", "1"],
-            "--max-loss needs verification sets",
-        ),
-        (["--to", "onnx", "--out", "{}/new.onnx", "--max-loss", "1"], "--max-loss is from 0 to 100, for --precision fp16"),
-        (["--to", "pt2", "--out", "{}/new.pt2", "--targets", "{}/no.bin"], "--targets: no file {}/no.bin"),
-        (["--to", "pt2", "--out", "{}/busy.pt2"], ".busy.pt2.unfinished: another program is writing there"),
+        ("--to onnx --out {}/net.pt2", "--out: the name of the file must end in .onnx"),
+        ("--to pt2 --out {}/folder.pt2", "folder.pt2 is a folder"),
+        ("--to pt2 --out {}/there.pt2", "there.pt2 exists; add --overwrite"),
+        ("--to pt2 --out {}/r18.safetensors/net.pt2", "r18.safetensors is a file, and must be a folder"),
+        ("--to pt2 --out {}/new.pt2 --json {}/new.pt2", "--json must be another file"),
+        ("--to pt2 --out {}/new.pt2 --json {}/no/f.json", "--json: there is no folder {}/no"),
+        ("--to pt2 --out {}/new.pt2 --measure --calibrate {}", "--calibrate is for --precision int8"),
+        ("--to pt2 --out {}/new.pt2 --precision int8", "--precision int8 is for --to onnx"),
+        ("--to onnx --out {}/new.onnx --precision int8", "Give one with --calibrate SET"),
+        ("--to onnx --out {}/new.onnx --precision int8 --calibrate {}/no", "--calibrate: {}/no: no such set"),
+        ("--to onnx --out {}/new.onnx --precision fp16 --max-loss 1", "--max-loss needs verification sets"),
+        ("--to onnx --out {}/new.onnx --max-loss 1", "--max-loss is from 0 to 100, for --precision fp16"),
+        ("--to pt2 --out {}/new.pt2 --targets {}/no.bin", "--targets: no file {}/no.bin"),
+        ("--to pt2 --out {}/busy.pt2", ".busy.pt2.unfinished: another program is writing there"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_before_any_file_appears(
-    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ):
     for name in ("folder.pt2", ".busy.pt2.unfinished"):
         (tmp_path / name).mkdir()
     (tmp_path / "there.pt2").write_bytes(b"mine")
     before = _left(tmp_path)
-    assert export([*toy, *(word.format(tmp_path) for word in words)]) == 1
+    assert export([*toy, *(word.format(tmp_path) for word in words.split())]) == 1
     assert said.format(tmp_path) in one_line(capsys, *PROGRESS)
     assert _left(tmp_path) == before and (tmp_path / "there.pt2").read_bytes() == b"mine"
 
