@@ -330,38 +330,31 @@ def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypat
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--far", "1e-3"], "comes from --calibrate TABLE with --far FAR"),
-        (["--threshold", "0.5", "--calibrate", "known.npy", "--far", "1e-3"], "give one of the two"),
-        (
-            ["--calibrate", "known.npy", "--far", "1e-9"],
-            "needs 1,000,000,000 pairs of two people, and pairs of one; there are 15,660",
-        ),
-        (["--threshold", "0.5", "--to-rec", "x"], "--to-rec needs --set"),
-        (["--threshold", "0.99999", "--set", "new", "--to-rec", "x"], "no cluster has 2 sure faces"),
-        (["--threshold", "0.5", "--min-images", "3"], "--min-images is of the clusters that --to-rec writes"),
-        (["--threshold", "0.5", "--set", "new", "--to-rec", "new"], "--to-rec: new holds a train.rec"),
-        (["--threshold", "0.5", "--set", "new", "--out", "q.csv"], "q.csv.html exists already"),
-        (["--calibrate", "narrow.npy", "--far", "1e-2"], "--calibrate: must come from the network of TABLE"),
-        (["--threshold", "0.5", "--set", "new", "--to-rec", "x", "--again"], "a picture of new.npy has several faces"),
+        ("--far 1e-3", "comes from --calibrate TABLE with --far FAR"),
+        ("--threshold 0.5 --calibrate known.npy --far 1e-3", "give one of the two"),
+        ("--calibrate known.npy --far 1e-9", "needs 1,000,000,000 pairs of two people, and pairs of one; there are 15,660"),
+        ("--threshold 0.5 --to-rec x", "--to-rec needs --set"),
+        ("--threshold 0.99999 --set new --to-rec x", "no cluster has 2 sure faces"),
+        ("--threshold 0.5 --min-images 3", "--min-images is of the clusters that --to-rec writes"),
+        ("--threshold 0.5 --set new --to-rec new", "--to-rec: new holds a train.rec"),
+        ("--threshold 0.5 --set new --out q.csv", "q.csv.html exists already"),
+        ("--calibrate narrow.npy --far 1e-2", "--calibrate: must come from the network of TABLE"),
+        ("--threshold 0.5 --set new --to-rec x --again", "a picture of new.npy has several faces"),
     ],
 )
 def test_wrong_words_are_one_line(
-    place: tuple[Path, np.ndarray],
-    words: list[str],
-    reason: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[Path, np.ndarray], words: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(place[0])
     Path("q.csv.html").touch()
     _write(Path("narrow.npy"), np.eye(4, dtype=np.float32), ["a", "a", "b", "b"])
     if "several" in reason:
         Path("new.csv").write_text(Path("new.csv").read_text().replace("\n7,", "\n6,"))
-    assert program.main(["new.npy", "--out", "p.csv", *words]) == 1
+    assert program.main(["new.npy", "--out", "p.csv", *words.split()]) == 1
     assert reason in capsys.readouterr().err
     assert not Path("x").exists() and Path("p.csv").exists() == Path("p.csv.unfinished").exists() == ("sure faces" in reason)
     if "sure faces" in reason:  # what is done is kept, so that other words of the new set need no --again
-        assert program.main(["new.npy", "--out", "p.csv", *words[:4]]) == 0
+        assert program.main(["new.npy", "--out", "p.csv", *words.split()[:4]]) == 0
         assert not Path("p.csv.unfinished").exists()
 
 

@@ -311,26 +311,23 @@ def test_a_folder_of_lists_as_that_of_rfw(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--groups", "pictures.csv"), "--groups: add --by"),
-        (
-            ("--groups", "pictures.csv", "--by", "camra"),
-            "has no column 'camra'; it has name, camera, age. Did you mean camera?",
-        ),
-        (("--groups", "pictures.csv", "--by", "camera", "--far", "1e-9"), "--far 1e-09 needs 1,000,000,000 impostor pairs"),
-        (("--groups", "twice.csv", "--by", "x"), "person 'p1' is in two groups of x"),
-        (("--groups", "many.csv", "--by", "x"), "x has 65 groups, and may have 64"),
-        (("--groups", "other.csv", "--by", "x"), "has no x for any person of the table, such as 'p"),
-        (("--groups", "nokey.csv", "--by", "x"), "needs a column name (of a picture) or person"),
-        (("--groups", "torn.csv", "--by", "x"), "row 2 has 1 columns"),
-        (("--pairs", "pictures.csv"), "--by names the column"),
-        (("--pairs", "pictures.csv", "--by", "camera"), "has no column 'p1'"),
-        (("--pairs", "label.csv", "--by", "x"), "row 2 needs a label 0 or 1"),
-        (("--pairs", "absent.csv", "--by", "x"), "no pair has both pictures in the table"),
-        (("--pairs", "empty"), "has no files such as African/African_pairs.txt"),
-        (("--pairs", "wrong"), "line 1 must be 'ID N M' or 'ID N OTHER M'"),
+        ("--groups pictures.csv", "--groups: add --by"),
+        ("--groups pictures.csv --by camra", "has no column 'camra'; it has name, camera, age. Did you mean camera?"),
+        ("--groups pictures.csv --by camera --far 1e-9", "--far 1e-09 needs 1,000,000,000 impostor pairs"),
+        ("--groups twice.csv --by x", "person 'p1' is in two groups of x"),
+        ("--groups many.csv --by x", "x has 65 groups, and may have 64"),
+        ("--groups other.csv --by x", "has no x for any person of the table, such as 'p"),
+        ("--groups nokey.csv --by x", "needs a column name (of a picture) or person"),
+        ("--groups torn.csv --by x", "row 2 has 1 columns"),
+        ("--pairs pictures.csv", "--by names the column"),
+        ("--pairs pictures.csv --by camera", "has no column 'p1'"),
+        ("--pairs label.csv --by x", "row 2 needs a label 0 or 1"),
+        ("--pairs absent.csv --by x", "no pair has both pictures in the table"),
+        ("--pairs empty", "has no files such as African/African_pairs.txt"),
+        ("--pairs wrong", "line 1 must be 'ID N M' or 'ID N OTHER M'"),
     ],
 )
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str):
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str):
     _write(tmp_path, _faces(70, 1) if "many.csv" in arguments else _faces(6))
     files = {
         "twice.csv": "person,x\np1,a\np1,b\n",
@@ -346,7 +343,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     (tmp_path / "wrong").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    words = [str(tmp_path / word) if word.endswith((".csv", "empty", "wrong")) else word for word in arguments]
+    words = [str(tmp_path / word) if word.endswith((".csv", "empty", "wrong")) else word for word in arguments.split()]
     assert main([str(tmp_path / "t.npy"), *words, "--out", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error and not (tmp_path / "out").exists()

@@ -16,6 +16,7 @@ from utils.text import nearest
 
 load_config = functools.partial(load_any_config, named=train.NAMED)
 CONFIGS = sorted(path for path in SCHEMA.parent.glob("*.yaml") if path != SCHEMA)
+TAKEN = "loss.name=arcface takes scale, margin, gradient"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -244,11 +245,8 @@ def test_a_loss_has_the_arguments_of_its_class(tmp_path: Path, text: str, overri
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (
-            "loss.marginn=0.2",
-            "no key 'loss.marginn'. Did you mean loss.margin? loss.name=arcface takes scale, margin, gradient",
-        ),
-        ("loss.m1=2", "no key 'loss.m1'. loss.name=arcface takes scale, margin, gradient"),
+        ("loss.marginn=0.2", f"no key 'loss.marginn'. Did you mean loss.margin? {TAKEN}"),
+        ("loss.m1=2", f"no key 'loss.m1'. {TAKEN}"),
         ("loss.name=arcfase", f"loss.name must be one of {', '.join(list(MARGINS))}, got 'arcfase'. Did you mean arcface?"),
         ("loss.margin=wide", "loss.margin must be a number, got 'wide'"),
         ("loss.margin=28.6", "loss.margin must be in [0, pi / 2] for arcface (radians, not degrees), got 28.6"),

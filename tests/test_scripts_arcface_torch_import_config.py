@@ -179,21 +179,18 @@ def test_other_mistakes_are_one_line_too(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("config.optimizer = 'adagrad'", "config.optimizer: cannot be converted: optimizer.name must be one of sgd, adamw"),
-        ("config.margin_list = (1.0, 0.0, 3.0)", "config.margin_list: cannot be converted: loss.margin must be"),
-        ("config.lr = -1", "config.lr: cannot be converted: optimizer.lr must be at least 0"),
-        (
-            "config.warmup_epoch = 9",
-            "config.warmup_epoch: cannot be converted: schedule.warmup_epochs must be below train.epochs",
-        ),
-        ("config.seed = 9999999999999999999999", "config.seed: cannot be converted: run.seed"),
-        ("config.val_targets = ['lfw', 'lfw']", "config.val_targets: cannot be converted: eval.targets names a set twice"),
+        ("config.optimizer = 'adagrad'", "optimizer.name must be one of sgd, adamw"),
+        ("config.margin_list = (1.0, 0.0, 3.0)", "loss.margin must be"),
+        ("config.lr = -1", "optimizer.lr must be at least 0"),
+        ("config.warmup_epoch = 9", "schedule.warmup_epochs must be below train.epochs"),
+        ("config.seed = 9999999999999999999999", "run.seed"),
+        ("config.val_targets = ['lfw', 'lfw']", "eval.targets names a set twice"),
     ],
 )
 def test_a_value_that_is_refused_here_is_an_error_with_its_line_and_key_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
 ):
-    where = f"theirs.py:{(HEADER + NEEDED).count(chr(10)) + 1}: "
+    where = f"theirs.py:{(HEADER + NEEDED).count(chr(10)) + 1}: {line.partition(' =')[0]}: cannot be converted: "
     assert where + said in _error(tmp_path, capsys, HEADER + NEEDED + line + "\n")
     (tmp_path / "latin.py").write_bytes(b"config.rec = '\xe9'\n")
     assert import_arcface_config.main([str(tmp_path / "latin.py"), "--gpus", "8"]) == 1

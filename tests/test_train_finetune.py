@@ -250,10 +250,7 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         (["init.backbone=RUN", "init.head=RUN", "data.path=MORE"], "has 12 classes, the data 15; say with init.classes"),
         (["init.backbone=RUN", "init.head=RUN", "init.classes=/nowhere"], "init.classes: /nowhere: cannot be read"),
         (["backbone.freeze=[layer9]"], "backbone.freeze: this backbone has no trainable part 'layer9'"),
-        (
-            ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"],
-            "no parameter is trainable",
-        ),
+        (["backbone.freeze=[conv1,bn1,prelu,layer1,layer2,layer3,layer4,bn2,fc,features]"], "no parameter is trainable"),
         (["optimizer.lr_factors=[layer1=0.1]"], "is now optimizer.rules, a list of entries like {match: layer1, lr_"),
         (["optimizer.rules=[layer1]"], "must be a list of entries like {match, lr_factor, weight_decay}"),
         (["optimizer.rules=[{lr_factor: 0.1}]"], "optimizer.rules[0].match must name a part of the backbone"),
