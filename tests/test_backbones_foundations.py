@@ -22,6 +22,8 @@ from utils.checkpoint.reading import load_initial, load_weights, read_file
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
 DINO, DINO_REGISTERS, SIGLIP = "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224"
 CLIP = "vit_base_patch16_clip_quickgelu_224.openai"
+KINDS = {"dinov2": DINO, "dinov2 with registers": DINO_REGISTERS, "clip": CLIP}  # of transformers, by the names of timm
+KINDS |= {"clip with text": CLIP, "siglip with text": SIGLIP}
 
 
 @pytest.fixture
@@ -64,12 +66,7 @@ def _normalised(pixels: Tensor, mean: Any, std: Any) -> Tensor:
 class _Toy(nn.Module):
     """The parts that `translate` looks at, for tests without timm."""
 
-    pretrained_cfg: ClassVar = {
-        "mean": (0.4, 0.5, 0.6),
-        "std": (0.2, 0.3, 0.1),
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-    }
+    pretrained_cfg: ClassVar = dict(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.1), first_conv="patch_embed.proj", classifier="head")
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -159,22 +156,13 @@ def _of_transformers(kind: str, size: int) -> Any:
 @pytest.fixture(scope="module")
 def of_transformers() -> dict[str, Any]:
     """Return networks of transformers, by what they are."""
-    kinds = ["dinov2", "dinov2 with registers", "clip", "clip with text", "siglip with text"]
-    return {kind: _drawn(_of_transformers(kind, 112)) for kind in kinds}
+    return {kind: _drawn(_of_transformers(kind, 112)) for kind in KINDS}
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("dinov2", DINO), ("dinov2 with registers", DINO_REGISTERS), ("clip", CLIP), ("clip with text", CLIP),
-        ("siglip with text", SIGLIP),
-    ],
-)  # fmt: skip
-def test_a_file_of_transformers_begins_the_same_network(
-    kind: str, name: str, of_transformers: dict[str, Any], small: Any, tmp_path: Path
-):
-    theirs = of_transformers[kind]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_transformers_begins_the_same_network(kind: str, of_transformers: dict[str, Any], small: Any, tmp_path: Path):
+    theirs, name = of_transformers[kind], KINDS[kind]
     theirs.save_pretrained(tmp_path)  # under the names of files, which differ from those in the memory
     torch.save(theirs.state_dict(), tmp_path / "memory.pth")
     settings = small.get_pretrained_cfg(name)
