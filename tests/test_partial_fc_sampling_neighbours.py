@@ -186,20 +186,14 @@ def test_tight_groups_have_their_neighbours_in_few_lists():
 class _HostReads(TorchFunctionMode):
     """Counts what hands numbers of a device to the host."""
 
+    names = ("cpu", "numpy", "tolist", "item", "__bool__", "__float__", "__int__")
+
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(function, "__name__", "")) in (
-            "cpu",
-            "numpy",
-            "tolist",
-            "item",
-            "__bool__",
-            "__float__",
-            "__int__",
-        ):
+        if (name := getattr(function, "__name__", "")) in self.names:
             self.found[name] += 1
         return function(*args, **(kwargs or {}))
 
@@ -249,20 +243,13 @@ def test_a_run_with_lists_logs_their_recall_and_goes_on_after_a_stop_as_if_it_ha
     tmp_path: Path, num_processes: int
 ):
     write_dataset(tmp_path)
-    more = [
-        "eval.targets=[]",
-        "head.sample_rate=0.7",
-        "head.sampling=neighbours",
-        "head.neighbours=3",
-        "head.neighbours_every=3",
-    ]
-    more += ["head.neighbours_search=inverted_lists", "head.neighbours_probes=2", "checkpoint.every=2", "train.max_steps=8"]
+    more = ["eval.targets=[]", "checkpoint.every=2", "train.max_steps=8", "head.sample_rate=0.7", "head.sampling=neighbours"]
+    more += ["head.neighbours=3", "head.neighbours_every=3"]
+    more += ["head.neighbours_search=inverted_lists", "head.neighbours_probes=2"]
     whole = run_train(num_processes, small_run(tmp_path, tmp_path, "run.name=whole", "checkpoint.keep_last=9", *more))
     assert whole.returncode == 0, whole.stderr
-    said = re.findall(r"neighbours of 12 classes in .*", (tmp_path / "whole" / "train.log").read_text())
-    pattern = (
-        r"neighbours of 12 classes in \d+\.\d s: 12 lists, 2 searched for each, \S+ % of all pairs; recall [01]\.\d+, by 12"
-    )
+    said = re.findall(r"neighbours of 12 classes in (.*)", (tmp_path / "whole" / "train.log").read_text())
+    pattern = r"\d+\.\d s: 12 lists, 2 searched for each, \S+ % of all pairs; recall [01]\.\d+, by 12"
     assert len(said) == 2 and all(re.match(pattern, line) for line in said)  # before steps 3 and 6
     for step in (6, 8):  # the graph of step 3 is needed in step 4, from the checkpoint
         (tmp_path / "whole" / "checkpoints" / f"step_{step:08d}").rename(tmp_path / f"gone_{step}")

@@ -46,11 +46,8 @@ def _reference(name: str, theta: float, negative: float, log_weight: float, **mo
     if negative == math.pi:
         other = -embedding.detach()[0]
     centres = torch.stack([torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), other])
-    function = next(
-        getattr(module, name)
-        for module in (loss_references, loss_references_adaptive, loss_references_other)
-        if hasattr(module, name)
-    )
+    modules = (loss_references, loss_references_adaptive, loss_references_other)
+    function = next(getattr(module, name) for module in modules if hasattr(module, name))
     log_weights = torch.tensor([0.0, log_weight], dtype=torch.float64)
     loss, _ = function(embedding, centres, torch.zeros(2, dtype=torch.long), log_weights=log_weights, **more)
     (gradient,) = torch.autograd.grad(loss, angle)

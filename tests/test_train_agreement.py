@@ -156,16 +156,11 @@ def test_other_labels_of_synthetic_data_and_of_mixtures_are_seen_too(
     assert "the labels of the data" in capsys.readouterr().err
 
     classes, names = tmp_path / "classes.txt", [(source, label) for source in (0, 1) for label in range(NUM_CLASSES)]
-    sources = [
-        f"data.sources=[{{path: {dataset}}}, {{path: {dataset}}}]",
-        f"data.labels={classes}",
-        "data.path=''",
-        "run.name=mixture",
-    ]
+    sources = [f"data.sources=[{{path: {dataset}}}, {{path: {dataset}}}]", "data.path=''", "run.name=mixture"]
     for exchanged in (False, True):
         to = [f"{source} {label} {(source != exchanged) * NUM_CLASSES + label}" for source, label in names]
         classes.write_text("\n".join(to))
-        assert train.main(small_run(dataset, tmp_path, *few, *sources)) == int(exchanged)
+        assert train.main(small_run(dataset, tmp_path, *few, *sources, f"data.labels={classes}")) == int(exchanged)
     assert "the labels of the data" in capsys.readouterr().err
 
 

@@ -53,11 +53,8 @@ def test_a_run_goes_on_to_the_same_bits_from_before_at_and_after_a_change(
     whole = _train(dataset, tmp_path, "whole", *more)
     assert rebuilt == ([1, 2, 3] if kind == "neighbours" else [])
     log = (tmp_path / "whole" / "train.log").read_text()
-    for line in (
-        "head after step 0: sample_rate 0.4, scale 8, margin 0",
-        "head after step 4: sample_rate 1, scale 8, margin 0",
-    ):
-        assert log.count(line) == 1
+    for line in ("step 0: sample_rate 0.4, scale 8, margin 0", "step 4: sample_rate 1, scale 8, margin 0"):
+        assert log.count(f"head after {line}") == 1
     assert "head after step 6: sample_rate 1, scale 16, margin 0.3" in log
     assert "first loss" in log and "check labels" not in log  # of the first stage, not of the sections head and loss
     for step in {"weighted": (3, 5), "lagging": (4, 6)}.get(kind, (4,)):
