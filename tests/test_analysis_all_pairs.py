@@ -187,10 +187,8 @@ def test_the_program_writes_the_rates_of_every_pair_and_galleries_read_its_thres
     page = (tmp_path / "out" / "report.html").read_text()
     nearest = np.lexsort((second[~same], first[~same], -cosines[~same]))[0]
     assert f"<td>{first[~same][nearest]}</td><td>{second[~same][nearest]}</td>" in page.replace(' class="number"', "")
-    pictures = [
-        cv2.imdecode(np.frombuffer(base64.b64decode(data), np.uint8), cv2.IMREAD_COLOR)
-        for data in re.findall(r'base64,([^"]+)', page)
-    ]
+    files = [np.frombuffer(base64.b64decode(text), np.uint8) for text in re.findall(r'base64,([^"]+)', page)]
+    pictures = [cv2.imdecode(file, cv2.IMREAD_COLOR) for file in files]
     alike = pictures[1]  # after the curves: five pairs, four of them side by side
     assert alike.shape[1] > 4 * alike.shape[0] and alike.shape == pictures[2].shape
     assert (alike[60, [60, 176]] == 2 * np.array([[first[~same][nearest]], [second[~same][nearest]]])).all()

@@ -61,14 +61,10 @@ def _tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 def _shards(folder: Path) -> Path:
     long_name = "a" * 150  # needs an extended header
-    _tar(
-        folder / "000001.tar",
-        [("x/2.jpg", _jpeg(100)), ("x/2.cls", b"0"), (f"{long_name}.cls", b"3\n"), (f"{long_name}.png", _jpeg(150))],
-    )
-    _tar(
-        folder / "000000.tar",
-        [("./", b""), ("0.cls", b"1"), ("0.jpg", _jpeg(0)), ("0.json", b"{}"), ("1.JPG", _jpeg(50)), ("1.cls", b"2")],
-    )
+    first = [("./", b""), ("0.cls", b"1"), ("0.jpg", _jpeg(0)), ("0.json", b"{}"), ("1.JPG", _jpeg(50)), ("1.cls", b"2")]
+    last = [("x/2.jpg", _jpeg(100)), ("x/2.cls", b"0"), (f"{long_name}.cls", b"3\n"), (f"{long_name}.png", _jpeg(150))]
+    _tar(folder / "000001.tar", last)
+    _tar(folder / "000000.tar", first)
     return folder
 
 

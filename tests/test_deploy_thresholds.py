@@ -45,10 +45,8 @@ def read_threshold(results: Path, far: str, name: str | None = None) -> Threshol
 
 
 def test_the_threshold_is_the_reports_own(results: Path):
-    points = {
-        name: {point["target"]: point for point in one["operating_points"]}
-        for name, one in json.loads(results.read_text()).items()
-    }
+    sets = json.loads(results.read_text()).items()
+    points = {name: {point["target"]: point for point in one["operating_points"]} for name, one in sets}
     for name in ("small", "large"):
         found = read_threshold(results, "1e-2", name)
         point = points[name]["1e-2"]
@@ -147,9 +145,6 @@ def test_the_threshold_of_the_moving_average_is_its_own(results: Path, tmp_path:
 
 
 def test_words_name_set_and_rate(results: Path):
-    assert math.isclose(
-        float(read_threshold(results, "1e-2").words.split()[1].rstrip(":")),
-        read_threshold(results, "1e-2").cosine,
-        abs_tol=1e-4,
-    )
-    assert "FAR 1e-2 on the set" in read_threshold(results, "1e-2").words
+    found = read_threshold(results, "1e-2")
+    assert math.isclose(float(found.words.split()[1].rstrip(":")), found.cosine, abs_tol=1e-4)
+    assert "FAR 1e-2 on the set" in found.words

@@ -175,11 +175,8 @@ def test_odd_optimizers_and_steps_are_one_line(tmp_path: Path, capsys: pytest.Ca
         buffer = torch.zeros(3) if index == 0 else torch.full_like(state[1]["momentum_buffer"], float("nan"))
         odd = {"state": {**state, index: {"momentum_buffer": buffer}}, "param_groups": groups}
         assert f"moments of parameter {index} {wrong}" in error(state_optimizer=odd)
-    bad = {
-        "state": {**state, len(names): {"momentum_buffer": torch.full((CLASSES, DIM), float("inf"))}},
-        "param_groups": groups,
-    }
-    assert "the momentum of class" in error(state_optimizer=bad)
+    bad = {**state, len(names): {"momentum_buffer": torch.full((CLASSES, DIM), float("inf"))}}
+    assert "the momentum of class" in error(state_optimizer={"state": bad, "param_groups": groups})
     # a fork may have trained the scale that is fixed here: its moment is of no use, and no harm
     frozen = names.index("features.weight")
     more = {"state": {**state, frozen: {"momentum_buffer": torch.ones(DIM)}}, "param_groups": groups}

@@ -40,12 +40,8 @@ def test_pictures_of_the_right_size_go_in_byte_for_byte(tmp_path: Path, threads:
     (people / "person_1" / "more" / "x.png").write_bytes(cv2.imencode(".png", picture(7))[1].tobytes())
     _runs(folder_to_rec, people, tmp_path / "set", "--threads", threads)
     dataset = RecordDataset(tmp_path / "set")
-    files = [f"person_0/{i}.jpg" for i in range(3)] + [
-        "person_1/0.jpg",
-        "person_1/more/x.png",
-        "person_2/0.jpg",
-        "person_2/1.jpg",
-    ]
+    names = ("0/0.jpg", "0/1.jpg", "0/2.jpg", "1/0.jpg", "1/more/x.png", "2/0.jpg", "2/1.jpg")
+    files = [f"person_{name}" for name in names]
     assert [bytes(dataset.sample(i)[0]) for i in range(7)] == [(people / name).read_bytes() for name in files]
     assert dataset.labels().tolist() == [0, 0, 0, 1, 1, 2, 2]
     lines = (tmp_path / "set" / "train.lst").read_text().splitlines()

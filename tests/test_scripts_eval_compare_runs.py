@@ -143,14 +143,8 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _train(step: int, loss: float) -> dict[str, Any]:
-    numbers = {
-        "loss": loss,
-        "lr": 0.1,
-        "positive_cosine": step / 100,
-        "grad_norm": 2.0 * step,
-        "images_per_second": 10.0 + step,
-    }
-    return {"step": step, "kind": "train", **numbers}
+    numbers = {"loss": loss, "lr": 0.1, "positive_cosine": step / 100, "grad_norm": 2.0 * step}
+    return {"step": step, "kind": "train", **numbers, "images_per_second": 10.0 + step}
 
 
 def _scored(step: int, name: str, accuracy: float, auc: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import Started, run_program
+from tiny_runs import ROOT, Started, run_program
 from torch import nn
 
 from partial_fc.collectives import Collectives
@@ -80,13 +80,8 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for name, value in {
-            "RANK": 0,
-            "WORLD_SIZE": 2,
-            "LOCAL_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }.items():
+        words = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in words.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=f"port 127.0.0.1:{port} is in use"):
             init_distributed("cpu")
@@ -114,15 +109,9 @@ def test_a_broken_environment_is_an_error_that_names_the_variable(monkeypatch: p
 
 
 def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):
-    arguments = ["configs/demo_cpu.yaml", f"run.output={tmp_path}", "run.device=cpu"]
+    command = [sys.executable, "train.py", "configs/demo_cpu.yaml", f"run.output={tmp_path}", "run.device=cpu"]
     environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"RANK": "3"}
-    ended = subprocess.run(
-        [sys.executable, "train.py", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert "RANK must be below WORLD_SIZE, got RANK=3 and WORLD_SIZE=not set" in ended.stderr
 
