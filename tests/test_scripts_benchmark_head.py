@@ -233,12 +233,8 @@ def test_the_comparison_trains_every_format_as_the_dense_head_and_sampled_classe
     )
     loss = {row["case"]: row["loss"] for row in rows}
     assert loss["exact"] == pytest.approx(after, abs=steps**0.5 * head_bounds(64.0, 256, 512)[0])
-    for case in (
-        "lean",
-        "tiny",
-        "mini",
-        "bf16, round to nearest",
-    ):  # each rounds every number of a centre by 2^-8 of it at most
+    # each rounds every number of a centre by 2^-8 of it at most
+    for case in ("lean", "tiny", "mini", "bf16, round to nearest"):
         assert loss[case] == pytest.approx(after, abs=64.0 * 2**-8) and loss[case] != loss["exact"]
     for case in ("uniform, rate 0.2", "neighbours, rate 0.2"):  # a class that is not drawn does not move
         assert after + 64.0 * 2**-8 < loss[case] < before - 64.0 * 2**-8

@@ -192,10 +192,8 @@ def test_the_benchmark_of_checkpoints_reports_its_figures(
     found = json.loads((tmp_path / "out").read_text())
     state = benchmark_checkpoint.training_state("mbf", 3000)
     trained = sum(moments["momentum_buffer"].nbytes for moments in state["trainer.pt"]["optimizer"]["state"].values())
-    assert (
-        found["save"]["bytes"]
-        == sum(t.nbytes for p in (state["backbone.safetensors"], state["softmax"].rows) for t in p.values()) + trained
-    )
+    saved = (state["backbone.safetensors"], state["softmax"].rows)
+    assert found["save"]["bytes"] == sum(tensor.nbytes for part in saved for tensor in part.values()) + trained
     assert 0 < found["save"]["wait"] < found["save"]["complete"]
     assert "times as long" in capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["out"]
     monkeypatch.setattr(benchmark_checkpoint, "measure_save", lambda options, folder: sizes.append(options.classes))

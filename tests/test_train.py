@@ -359,9 +359,8 @@ def test_check_finds_what_is_wrong_and_trains_nothing(
         said = capsys.readouterr()
         assert said.err.startswith("error: ") and len(said.err.splitlines()) == 1 and "nothing wrong" not in said.out
         assert words in said.err, said.err
-    found = re.search(
-        r"for 100000 images in one process, 2.0 are free; (\d+) would fit, or train.accumulation=(\d+)$", said.err
-    )
+    would_fit = r"for 100000 images in one process, 2.0 are free; (\d+) would fit, or train.accumulation=(\d+)$"
+    found = re.search(would_fit, said.err)
     assert found
     for fix in (f"train.batch_size={found[1]}", f"train.batch_size=100000 train.accumulation={found[2]}"):
         assert train.main([*small_run(dataset, tmp_path, *fix.split()), "--check"]) == 0

@@ -494,10 +494,8 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path,
     whole = small_run(dataset, tmp_path, *overrides, "train.max_steps=9", "schedule.power=0", "run.name=whole")
     assert run_train(2, whole).returncode == 0
     for num_processes, steps in ((2, 3), (3, 6), (1, 9)):
-        done = run_train(
-            num_processes,
-            small_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "schedule.power=0", "run.name=moved"),
-        )
+        moved = small_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "schedule.power=0", "run.name=moved")
+        done = run_train(num_processes, moved)
         assert done.returncode == 0, done.stderr
     expected, got = (read_metrics(tmp_path / name) for name in ("whole", "moved"))
     assert sorted(got) == sorted(expected) == list(range(1, 10))

@@ -149,14 +149,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SHARED = (
-    "eval.targets=[]",
-    "checkpoint.every=2",
-    "train.max_steps=4",
-    "teacher.embedding=2",
-    "teacher.relations=3",
-    "teacher.logits=0.5",
-)
+FOUR_STEPS = ("eval.targets=[]", "checkpoint.every=2", "train.max_steps=4", "teacher.embedding=2")
+SHARED = (*FOUR_STEPS, "teacher.relations=3", "teacher.logits=0.5")
 
 
 def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teacher(place: Path, tmp_path: Path):
@@ -252,7 +246,7 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
         run = tiny_run(place, tmp_path, *words, f"run.name=once_{count}", image_size=48, batch_size=6)
         assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
         assert _loss(tmp_path / f"once_{count}") == pytest.approx(expected, abs=1e-5)
-    run = functools.partial(tiny_run, place, tmp_path, *SHARED[:4], f"teacher.path={table}", image_size=48)
+    run = functools.partial(tiny_run, place, tmp_path, *FOUR_STEPS, f"teacher.path={table}", image_size=48)
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
