@@ -98,7 +98,10 @@ def _run(module: str, arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:  # a second or two, while torch is imported
         return 130
-    return program.main(arguments)
+    try:
+        return int(program.main(arguments))
+    except BrokenPipeError as error:  # of one that needs no torch, and so has no run_main
+        return leave_closed_output(error)
 
 
 def _overview(verbs: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,8 +61,11 @@ def leave(main: Callable[[], int]) -> NoReturn:
 def _end() -> None:
     if _status is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # then Python ends it, and says what is wrong
-            sys.stdout.flush()
-            sys.stderr.flush()
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except BrokenPipeError:  # nobody reads any more, as with `| head`
+                os._exit(128 + signal.SIGPIPE)
             os._exit(_status)
 
 
