@@ -79,7 +79,8 @@ class FaceDataset(ABC):
 
     def hear(self, warnings: Sequence[str]) -> None:
         """Take warnings that a process had which decodes images of this set."""
-        self._heard += tuple(warnings)
+        new = tuple(warnings)  # first: take_warnings of another thread must not come between two reads
+        self._heard += new
 
     def take_warnings(self) -> list[str]:
         """Return the new warnings for the user since the last call."""

@@ -8,16 +8,18 @@ Shapes: n = images of this rank in one optimizer step, H = W = image_size.
 """
 
 import contextlib
+import errno
 import functools
+import gc
 import mmap
-import multiprocessing
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import cv2
 import numpy as np
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from utils.allocator import with_huge_pages
 from utils.image import IMAGE_SIZE
+from utils.memory import lock_for
 
 from .augment import Augment
 from .sampler import Samples
@@ -120,14 +123,12 @@ class Loader:
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
         is_cuda = self.device.type == "cuda"
-        free: deque[_Buffer] = deque()
+        decoders = _Apart(self) if self.apart else _Decoders(self, self.device)
+        free: deque[_Buffer] = deque(decoders.buffers)
         pending: deque[_Job] = deque()
         in_use: deque[_Buffer] = deque()
         upcoming = iter(range(self.first_step, self.last_step))
         ship = _Shipping(self.device)
-        decoders = _Apart(self) if self.apart else _Decoders(self, self.device)
-        if isinstance(decoders, _Apart):
-            free.extend(decoders.buffers)
 
         def submit() -> None:
             step = next(upcoming, None)
@@ -161,6 +162,8 @@ class _Decoders:
     Args:
         device: for whose copies the threads wait; the CPU in a process that has only them.
     """
+
+    buffers: Sequence[_Buffer] = ()  # made beforehand
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader = loader
@@ -206,18 +209,22 @@ class _Apart:
         size = len(loader.samples_of_step(loader.first_step).indices)
         self.buffers = [_Buffer(number, size, loader.image_size, False) for number in range(loader.prefetch + loader.held - 1)]
         cv2.setNumThreads(1)  # the fork would wait for threads of OpenCV, which it does not have
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(loader, self.buffers, self._pipe, theirs), daemon=True)
+        self._pipe, theirs = Pipe()
         # until the fork ignores them, a signal would take the way to this process's handlers there
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
-            self._process.start()
+            self._fork = os.fork()
+            if not self._fork:
+                _serve(loader, self.buffers, self._pipe, theirs)
+        except OSError as error:
+            raise ValueError(f"data.decoders=process: {error.strerror}; data.decoders=threads needs no process") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="decoder")
-        self._pinned = [buffer for buffer in self.buffers if loader.device.type == "cuda" and _pinned(buffer.images)]
+        # without that, copies to the GPU are only slower
+        is_cuda = loader.device.type == "cuda"
+        self._locked = [buffer for buffer in self.buffers if is_cuda and not lock_for(loader.device, buffer.images)]
 
     def start(self, step: int, samples: Samples, buffer: _Buffer) -> list[Future[None]]:
         """Begin to decode a batch into a buffer; return what ends when it is decoded."""
@@ -230,59 +237,65 @@ class _Apart:
     def _receive(self) -> None:
         try:
             error, warnings = self._pipe.recv()
-        except (EOFError, OSError):
-            self._process.join(1)
-            raise ValueError(
-                f"the process that decodes the images is gone, with status {self._process.exitcode} (-9 = killed, perhaps for "
-                "want of memory); data.decoders=threads does without it"
-            ) from None
+        except (EOFError, OSError):  # unlike a ValueError, one after which a run is started again
+            why = "the process that decodes images is gone, perhaps killed for want of memory; threads need no process"
+            raise ChildProcessError(errno.ECHILD, why, "data.decoders=process") from None
         self.loader.dataset.hear(warnings)
         if error is not None:
             raise error
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
+        os.kill(self._fork, signal.SIGKILL)
         self._receiver.shutdown(wait=True, cancel_futures=True)
-        self._process.join()
+        os.waitpid(self._fork, 0)
         self._pipe.close()
-        for buffer in self._pinned:
-            if buffer.copied is not None:
-                buffer.copied.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(buffer.images.data_ptr())
+        for buffer in self._locked:
+            with contextlib.suppress(RuntimeError):  # of a device that failed before
+                if buffer.copied is not None:
+                    buffer.copied.synchronize()
+                torch.cuda.cudart().cudaHostUnregister(buffer.images.data_ptr())
 
 
-_IGNORED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}  # the parent decides when it is over
+# the parent decides when it is over
+_IGNORED = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 
 
-def _serve(loader: Loader, buffers: list[_Buffer], parent: Connection, pipe: Connection) -> None:
+def _serve(loader: Loader, buffers: list[_Buffer], parent: Connection, pipe: Connection) -> NoReturn:
     """Decode the batches that the parent asks for, in its fork, until the parent closes the pipe or is gone."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    parent.close()
-    decoders, begins, replies = _Decoders(loader, torch.device("cpu")), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-
-    def reply(begun: Future[list[Future[None]]]) -> None:
-        error: Exception | None = None
-        try:
-            for part in begun.result():
-                part.result()
-        except Exception as raised:  # those of others cannot always travel
-            error = raised if type(raised).__module__ == "builtins" else ValueError(str(raised) or repr(raised))
-        pipe.send((error, loader.dataset.take_warnings()))
-
-    with contextlib.suppress(EOFError, OSError):
+    try:
+        gc.freeze()  # what the parent had is not taken apart here
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        if (inherited := signal.set_wakeup_fd(-1)) >= 0:
+            os.close(inherited)  # the parent waits for its end
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        parent.close()
+        decoders, begins, replies = _Decoders(loader, torch.device("cpu")), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         while True:
             step, samples, number = pipe.recv()
-            replies.submit(reply, begins.submit(decoders.start, step, samples, buffers[number]))
-    os._exit(0)
+            begun = begins.submit(decoders.start, step, samples, buffers[number])
+            replies.submit(_reply, begun, loader.dataset, pipe)
+    finally:
+        os._exit(0)
 
 
-def _pinned(images: Tensor) -> bool:
-    """Lock a buffer in memory, so that the GPU reads it beside other work; without that its copies are only slower."""
-    return int(torch.cuda.cudart().cudaHostRegister(images.data_ptr(), images.numel(), 0)) == 0
+def _reply(begun: Future[list[Future[None]]], dataset: Decodes, pipe: Connection) -> None:
+    """Tell the parent that a batch is decoded, or why it is not."""
+    error: BaseException | None = None
+    warnings: list[str] = []
+    try:
+        for part in begun.result():
+            part.result()
+        warnings = dataset.take_warnings()
+    except BaseException as raised:
+        error = raised
+    try:
+        pipe.send((error, warnings))
+    except OSError:  # the parent is gone
+        os._exit(0)
+    except Exception:  # the error cannot be sent
+        pipe.send(((ValueError if isinstance(error, ValueError) else RuntimeError)(f"{type(error).__name__}: {error}"), []))
 
 
 class _Shipping:

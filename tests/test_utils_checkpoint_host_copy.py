@@ -8,8 +8,8 @@ import pytest
 import torch
 from saving import as_files
 
+from utils import memory
 from utils.checkpoint import reading
-from utils.checkpoint import writer as host_copy
 from utils.checkpoint.format import list_checkpoints
 from utils.checkpoint.writer import CheckpointWriter, HostCopy, RetentionPolicy, host_bytes
 from utils.distributed import LostPeerError, World
@@ -41,7 +41,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(host_copy, "_clear_last_error", clear)
+    monkeypatch.setattr(memory, "_clear_last_error", clear)
     return fake
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from utils.allocator import with_huge_pages
+from utils.memory import lock_for
 
 PLACEMENTS = ("device", "host", "disk")
 _ALIGNED = 4096  # bytes; each tensor begins at a page
@@ -56,7 +57,9 @@ class Memory:
             return
         try:
             self._map = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._far = torch.as_tensor(_Locked(self._map), device=device)
+            # a fork never reads it, but would get a copy of what is locked
+            self._map.madvise(mmap.MADV_DONTFORK)
+            self._far = torch.as_tensor(_Locked(self._map, device), device=device)
         except (OSError, RuntimeError) as error:
             words = str(error).splitlines()[0]
             raise ValueError(
@@ -100,12 +103,11 @@ def _file_without_a_name(size: int, folder: Path | None) -> mmap.mmap:
 class _Locked:
     """A mapping of memory that the GPU may use until no tensor has it any more; torch.as_tensor makes a CUDA tensor of it."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap, device: torch.device) -> None:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._memory, self._address = memory, 0
-        error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(whole), 0))  # 0: cudaHostRegisterDefault
-        if error:
-            raise RuntimeError(f"error {error} of cudaHostRegister")
+        if words := lock_for(device, whole):
+            raise RuntimeError(words)
         self._address = whole.data_ptr()
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (len(whole),),

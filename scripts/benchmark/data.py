@@ -17,13 +17,12 @@ Example: face bench data --quick --parts decode
 import argparse
 import contextlib
 import gc
-import itertools
 import os
 import shutil
 import statistics
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,24 +275,23 @@ def measure_launches(options: argparse.Namespace, folder: Path) -> list[dict[str
     dataset, number = RecordDataset(folder / "faces"), torch.zeros(4)
     order = SampleOrder(dataset.num_images, min(128, dataset.num_images), 0, True)
 
-    def seconds(ahead: contextlib.AbstractContextManager[Iterator[object]]) -> float:
+    def seconds(apart: bool | None) -> float:
+        loader = iter(Loader(dataset, order.samples, 0, 2 * _STEPS, 1, 4, _CPU, apart=apart is True))
+
         def take(steps: int) -> None:
             for _ in range(steps):
-                next(batches)
+                if apart is not None:
+                    next(loader)
                 for _ in range(_CALLS):
                     number.add(1)
 
-        with ahead as batches:
+        with contextlib.closing(loader):
             take(5)  # until batches are decoded ahead
             return seconds_of(partial(take, _STEPS)) / _STEPS
 
-    def beside(apart: bool) -> float:
-        return seconds(contextlib.closing(iter(Loader(dataset, order.samples, 0, 2 * _STEPS, 1, 4, _CPU, apart=apart))))
-
-    ways = {"alone": lambda: seconds(contextlib.nullcontext(itertools.repeat(None)))}
-    ways |= {"a thread decodes": partial(beside, False), "a process decodes": partial(beside, True)}
+    ways = {"alone": None, "a thread decodes": False, "a process decodes": True}
     with torch_threads(1):
-        found = take_turns(ways, options.rounds)
+        found = take_turns({name: partial(seconds, apart) for name, apart in ways.items()}, options.rounds)
     print(f"\n{f'{_CALLS} small calls for {len(order.samples(0).indices)} images':<52}{'ms':>10}{'time x':>10}")
     rows = []
     for name, values in found.items():

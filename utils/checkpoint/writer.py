@@ -28,7 +28,7 @@ from torch import Tensor
 from utils.allocator import with_huge_pages
 from utils.distributed import SharedError, World, all_gather_objects, any_ranks
 from utils.distributed.patience import patiently
-from utils.memory import available_bytes
+from utils.memory import available_bytes, lock_for
 
 from .format import checkpoint_path, commit, partial_path, prune, shard_name
 from .tensor_file import NotFiniteError, write_object, write_tensors
@@ -95,7 +95,7 @@ class HostCopy:
             raise MemoryError(f"no {size} bytes of memory: {error}") from None
         whole = with_huge_pages(torch.frombuffer(memory, dtype=torch.uint8))
         if self.device.type == "cuda":
-            self._register(whole.data_ptr(), size)
+            self._register(whole)
         start = 0
         for place in places:  # each with a storage of its own, since torch.save writes whole storages
             count = max(1, math.prod(place.shape))
@@ -104,19 +104,13 @@ class HostCopy:
             start += place.size
         self._places = places
 
-    def _register(self, address: int, size: int) -> None:
-        try:
-            error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # 0: cudaHostRegisterDefault
-            words = f"error {error} of cudaHostRegister" if error else ""
-        except RuntimeError as failure:
-            words = str(failure).splitlines()[0]
-        if not words:
-            self._registered = address
+    def _register(self, whole: Tensor) -> None:
+        if not (words := lock_for(self.device, whole)):
+            self._registered = whole.data_ptr()
             return
-        _clear_last_error(self.device)
         self.warn(
-            f"checkpoint: {size / 2**30:.2f} GiB of host memory cannot be pinned ({words}), so at each save training waits "
-            "longer for the copy of the state. More free memory on the host helps, or fewer processes on it"
+            f"checkpoint: {whole.nbytes / 2**30:.2f} GiB of host memory cannot be pinned ({words}), so at each save training "
+            "waits longer for the copy of the state. More free memory on the host helps, or fewer processes on it"
         )
 
 
@@ -150,14 +144,6 @@ def _copied(value: Any, into: Iterator[Tensor], non_blocking: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item, into, non_blocking) for item in value)
     return value
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """Let a small kernel fail of the error that CUDA remembers of a failed call; the next one would report it as its own."""
-    try:
-        torch.ones(1, device=device)
-    except RuntimeError:
-        return
 
 
 class RetentionPolicy(NamedTuple):
