@@ -97,20 +97,8 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
     wrong = wrong[(centres.size > 0)[labels[wrong]] | (np.bincount(labels)[labels[wrong]] > 1)]
     place = np.searchsorted(unclear, wrong)
     stay = find_border(histogram(near.lead[place]), alone).sure(near.lead[place])
-    found = Found(
-        labels,
-        merges,
-        centres,
-        lead,
-        border,
-        others,
-        wrong,
-        near.identity[place],
-        near.cosine[place],
-        1 - stay,
-        [],
-        pair_border,
-    )
+    other = near.identity[place], near.cosine[place]
+    found = Found(labels, merges, centres, lead, border, others, wrong, *other, 1 - stay, [], pair_border)
     return found._replace(splits=_splits(vectors, keys, found, pair_far))
 
 
