@@ -222,9 +222,8 @@ class _Apart:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="decoder")
-        # without that, copies to the GPU are only slower
-        is_cuda = loader.device.type == "cuda"
-        self._locked = [buffer for buffer in self.buffers if is_cuda and not lock_for(loader.device, buffer.images)]
+        device = loader.device  # whose copies are only slower of what cannot be locked
+        self._locked = [one for one in self.buffers if device.type == "cuda" and not lock_for(device, one.images)]
 
     def start(self, step: int, samples: Samples, buffer: _Buffer) -> list[Future[None]]:
         """Begin to decode a batch into a buffer; return what ends when it is decoded."""

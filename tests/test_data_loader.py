@@ -180,10 +180,8 @@ def test_a_killed_decoder_is_an_error_in_seconds(dataset: Path, tmp_path: Path):
     begun = time.monotonic()
     _, said = process.communicate(timeout=30)
     assert process.returncode == 1 and time.monotonic() - begun < 15
-    assert (
-        "error: data.decoders=process: the process that decodes images is gone, perhaps killed" in said
-        and "Traceback" not in said
-    ), said
+    assert "error: data.decoders=process: the process that decodes images is gone, perhaps killed" in said
+    assert "Traceback" not in said
 
 
 def test_the_fork_ends_with_its_training_and_not_by_a_signal_to_all_processes(dataset: Path, tmp_path: Path):
