@@ -5,11 +5,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import REAL, command_of, equal_weights, run_train, small_run, wait_for
+from tiny_runs import REAL, ROOT, command_of, equal_weights, run_train, small_run, wait_for
 
 from configs import load_config
 from data.augment import prepare
@@ -165,10 +166,11 @@ def test_training_whose_fork_decodes_has_the_bits_of_one_whose_threads_do(datase
 
 
 def _started(dataset: Path, tmp_path: Path, name: str) -> tuple["subprocess.Popen[str]", int]:
-    """Start a run in a session of its own; return it, and the process that decodes, after the third step."""
+    """Start a run as torchrun does, in a session of its own; return it, and the process that decodes, after the third step."""
     metrics = tmp_path / name / "metrics.jsonl"
     command = command_of(1, small_run(dataset, tmp_path, REAL, *_LONG, f"run.name={name}"))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    kind: dict[str, Any] = {"text": True, "start_new_session": True, "env": {**os.environ, "TORCHELASTIC_RUN_ID": "1"}}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kind)
     wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60, process)
     (decoder,) = _children(process.pid)
     return process, decoder
@@ -179,7 +181,7 @@ def test_a_killed_decoder_is_an_error_in_seconds(dataset: Path, tmp_path: Path):
     os.kill(decoder, signal.SIGKILL)
     begun = time.monotonic()
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 1 and time.monotonic() - begun < 15
+    assert process.returncode == 1 and time.monotonic() - begun < 15  # not 78, after which nothing is started again
     assert "error: data.decoders=process: the process that decodes images is gone, perhaps killed" in said
     assert "Traceback" not in said
 
@@ -198,6 +200,34 @@ def test_the_fork_ends_with_its_training_and_not_by_a_signal_to_all_processes(da
     process.kill()
     process.communicate(timeout=30)  # the fork has its output, too
     wait_for(lambda: not Path(f"/proc/{decoder}").exists(), 10)
+
+
+_ENDS = """
+import sys, torch
+from data.datasets import SyntheticDataset
+from data.loader import Loader
+from data.sampler import SampleOrder
+from utils.program import StopSignal
+order = SampleOrder(100, batch_size=7, seed=4, flip=True)
+with StopSignal():
+    batches = iter(Loader(SyntheticDataset(5, 100, 0), order.samples, 0, 9, 1, 3, torch.device("cpu"), apart=True))
+    next(batches)
+    sys.exit(5)
+"""
+
+
+def test_no_program_waits_at_its_end_for_the_fork():
+    assert subprocess.run([sys.executable, "-c", _ENDS], cwd=ROOT, timeout=60).returncode == 5
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError(threading.Lock()), MemoryError()])
+def test_any_error_of_the_fork_is_one_here(error: BaseException, monkeypatch: pytest.MonkeyPatch):
+    def fails(self: Numbered, index: int, out: np.ndarray) -> int:
+        raise error
+
+    monkeypatch.setattr(Numbered, "decode_into", fails)
+    with pytest.raises(type(error)):
+        next(iter(_loader(Numbered(), 2, apart=True)))
 
 
 def test_other_systems_are_told_to_let_threads_decode(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
