@@ -50,17 +50,25 @@ VERBS: dict[str, dict[str, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program that the first words name; return its exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _start(list(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError as error:  # of what needs no torch, and so has no run_main
+        return leave_closed_output(error)
+
+
+def _start(words: list[str]) -> int:
     verbs = all_verbs()
     if not words or words[0] in ("-h", "--help", "help"):
-        return _print(_overview(verbs))
+        print(_overview(verbs), flush=True)
+        return 0
     for count in (2, 1):
         verb = " ".join(words[:count])
         if verb in verbs:
             return _run(verbs[verb], words[count:])
     group = [name for name in verbs if name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
-        return _print("\n".join(_lines({name: verbs[name] for name in group})))
+        print("\n".join(_lines({name: verbs[name] for name in group})), flush=True)
+        return 0
     near = did_you_mean(verb, verbs) or did_you_mean(" ".join(words[:2]), verbs)
     if group:
         names = ", ".join(name.partition(" ")[2] for name in group)
@@ -98,10 +106,7 @@ def _run(module: str, arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:  # a second or two, while torch is imported
         return 130
-    try:
-        return int(program.main(arguments))
-    except BrokenPipeError as error:  # of one that needs no torch, and so has no run_main
-        return leave_closed_output(error)
+    return int(program.main(arguments))
 
 
 def _overview(verbs: dict[str, str]) -> str:
@@ -129,11 +134,3 @@ def _lines(verbs: dict[str, str]) -> list[str]:
         first = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
         lines.append(f"{f'face {verb}':<32} {first.partition(': ')[0].partition(' face ')[0].rstrip('.:')}")
     return lines
-
-
-def _print(text: str) -> int:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError as error:
-        return leave_closed_output(error)
-    return 0

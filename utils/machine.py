@@ -59,14 +59,16 @@ def leave(main: Callable[[], int]) -> NoReturn:
 
 
 def _end() -> None:
-    if _status is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # then Python ends it, and says what is wrong
-            try:
-                sys.stdout.flush()
-                sys.stderr.flush()
-            except BrokenPipeError:  # nobody reads any more, as with `| head`
-                os._exit(128 + signal.SIGPIPE)
-            os._exit(_status)
+    if _status is None:
+        return
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:  # nobody reads any more, as with `| head`
+        os._exit(128 + signal.SIGPIPE)
+    except (OSError, ValueError, AttributeError):  # Python ends it, and says what is wrong
+        return
+    os._exit(_status)
 
 
 def num_cores() -> int:
