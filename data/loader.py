@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.allocator import with_huge_pages
+from utils.allocator import lock_for, with_huge_pages
 from utils.image import IMAGE_SIZE
-from utils.memory import lock_for
 
 from .augment import Augment
 from .sampler import Samples

@@ -8,7 +8,7 @@ import pytest
 import torch
 from saving import as_files
 
-from utils import memory
+from utils import allocator
 from utils.checkpoint import reading
 from utils.checkpoint.format import list_checkpoints
 from utils.checkpoint.writer import CheckpointWriter, HostCopy, RetentionPolicy, host_bytes
@@ -41,7 +41,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(memory, "_clear_last_error", clear)
+    monkeypatch.setattr(allocator, "_clear_last_error", clear)
     return fake
 
 

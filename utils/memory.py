@@ -1,6 +1,5 @@
 """Measures the available memory, and the memory and the operations that a backbone needs."""
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,27 +15,6 @@ from .machine import left_to_container
 # what libraries take: oneDNN and MKL; CUDA's context, cuDNN's workspaces, NCCL's buffers, fragmentation. The latter from data
 # sheets and experience of others: not measured here
 LIBRARY_BYTES = {"cpu": 64 << 20, "cuda": 3 << 30}
-
-
-def lock_for(device: torch.device, memory: Tensor) -> str:
-    """Lock memory of the host, which a GPU then copies beside other work; return why it could not, or "".
-
-    torch.cuda.cudart().cudaHostUnregister unlocks it.
-    """
-    try:
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # 0: cudaHostRegisterDefault
-        words = f"error {error} of cudaHostRegister" if error else ""
-    except RuntimeError as failure:
-        words = str(failure).splitlines()[0]
-    if words:
-        _clear_last_error(device)
-    return words
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """Let a small kernel fail of the error that CUDA remembers of a failed call; the next one would report it as its own."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
 
 
 class Undrawn(TorchFunctionMode):

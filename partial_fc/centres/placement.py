@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.allocator import with_huge_pages
-from utils.memory import lock_for
+from utils.allocator import lock_for, with_huge_pages
 
 PLACEMENTS = ("device", "host", "disk")
 _ALIGNED = 4096  # bytes; each tensor begins at a page

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from utils.allocator import with_huge_pages
+from utils.allocator import lock_for, with_huge_pages
 from utils.distributed import SharedError, World, all_gather_objects, any_ranks
 from utils.distributed.patience import patiently
-from utils.memory import available_bytes, lock_for
+from utils.memory import available_bytes
 
 from .format import checkpoint_path, commit, partial_path, prune, shard_name
 from .tensor_file import NotFiniteError, write_object, write_tensors
