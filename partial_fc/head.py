@@ -298,7 +298,8 @@ class PartialFC(nn.Module):
         if len(current.pulls) != len(plan.owners):
             raise ValueError(f"head: step() after {len(current.pulls)} of {len(plan.owners)} micro-batches")
         total = current.losses[0] if len(current.losses) == 1 else torch.stack(current.losses).sum()
-        finite = total - total == 0 if good is None else (total - total == 0) & good  # isfinite takes four launches
+        finite = total - total == 0  # two launches; isfinite takes four
+        finite = finite if good is None else finite & good
         # C and Triton read the flag where it lies; for plain torch the host has to
         apply = finite.float().reshape(1) if self.kernels.reads_flag and self._decay is None else None
         self._beside.mark()

@@ -298,8 +298,9 @@ class _Loop:
             command = [sys.executable, "-m", "scripts.benchmark.train", "--worker", payload]
             if way == "reference":
                 command = [sys.executable, str(_REFERENCE_LOOP), str(options.reference), payload]
-            place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_PORT": f"{port}"}
-            place = place if "WORLD_SIZE" in environment else {}
+            place = (
+                {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_PORT": f"{port}"} if "WORLD_SIZE" in environment else {}
+            )
             with open(self.said, "a") as said:
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True}
                 self.processes.append(subprocess.Popen(command, env=environment | place, **pipes))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from utils.optim import optimizer_names
+from utils.optim import optimizer_names, weights_of
 from utils.optim.lamb import Lamb
 from utils.precision import LossScaler
 
@@ -123,7 +123,7 @@ def load_optimizer(
         raise ValueError("it is of another optimizer; set optimizer.name to what it was, or start a new run")
     saved_order = [number for group in state["param_groups"] for number in group["params"]]
     here = optimizer.state_dict()["param_groups"]
-    names, weights = optimizer_names(module, optimizer), [w for group in optimizer.param_groups for w in group["params"]]
+    names, weights = optimizer_names(module, optimizer), [*weights_of(optimizer)]
     saved_names = trained_names(module) if saved_names is None else saved_names
     if len(saved_order) != len(saved_names) or len(saved_names) != len(names):
         raise ValueError(

@@ -191,7 +191,7 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 def optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in the optimizer's order."""
     names = {parameter: path for path, parameter in module.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return [names[weight] for weight in weights_of(optimizer)]
 
 
 def leave_compiler_out() -> None:
