@@ -19,7 +19,7 @@ TINY = ["--records", "3000", "--images", "64", "--epoch", "600", "--rounds", "1"
 
 
 def test_every_part_reports_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    parts = ["--parts", "decode", "memory", "augment", "launches"]
+    parts = ["--parts", "decode", "memory", "augment"]
     assert benchmark_data.main([*TINY, "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), *parts]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     rates = {row["way"]: row["images_per_second"] for row in found["decode"] if "way" in row}
@@ -29,7 +29,6 @@ def test_every_part_reports_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert ratios["two threads, of the DataLoader"] == pytest.approx(two / plain)
     assert found["memory"]["records"] == 600
     assert {row["way"] for row in found["augment"]} >= {"decoding", *OPERATIONS}
-    assert [row["ratio"] >= 0.2 for row in found["launches"]] == [True] * 3 and found["launches"][0]["ratio"] == 1
     assert "images/s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 

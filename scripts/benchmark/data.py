@@ -5,8 +5,6 @@ decode    a bare loop over JPEGs in memory; the loader with one and two threads;
           returns float tensors (arcface_torch's way); Pillow and other decoders. Synthetic faces, 112 x 112, as in the demo
 memory    resident memory over an epoch of a million records
 augment   the time of each augmentation
-launches  how much longer a thread takes that makes 6,000 small calls of torch for 128 images, as one does that launches
-          kernels, while these are decoded: in a thread of its process, and in a process of their own (data.decoders)
 
 The rounds of the variants alternate and medians are reported, because the machine may be shared. ratio = plain / ours unless
 stated otherwise.
@@ -15,7 +13,6 @@ Example: face bench data --quick --parts decode
 """
 
 import argparse
-import contextlib
 import gc
 import os
 import shutil
@@ -51,7 +48,6 @@ from .plain_data import decoders, index_as_dict, plain_loader
 _CPU = torch.device("cpu")
 _BATCH = 256
 _AUGMENTED = 128  # images
-_CALLS, _STEPS = 6000, 20  # of `launches`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -268,45 +264,11 @@ def _apply(pixels: np.ndarray, section: Mapping[str, float]) -> None:
         augment.apply(picture, numbers)
 
 
-def measure_launches(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Compare a step of many small calls alone, and beside decoders in this process and in one of their own."""
-    if not (folder / "faces").exists():
-        make_faces(folder / "faces", options.images)
-    dataset, number = RecordDataset(folder / "faces"), torch.zeros(4)
-    order = SampleOrder(dataset.num_images, min(128, dataset.num_images), 0, True)
-
-    def seconds(apart: bool | None) -> float:
-        loader = iter(Loader(dataset, order.samples, 0, 2 * _STEPS, 1, 4, _CPU, apart=apart is True))
-
-        def take(steps: int) -> None:
-            for _ in range(steps):
-                if apart is not None:
-                    next(loader)
-                for _ in range(_CALLS):
-                    number.add(1)
-
-        with contextlib.closing(loader):
-            take(5)  # until batches are decoded ahead
-            return seconds_of(partial(take, _STEPS)) / _STEPS
-
-    ways = {"alone": None, "a thread decodes": False, "a process decodes": True}
-    with torch_threads(1):
-        found = take_turns({name: partial(seconds, apart) for name, apart in ways.items()}, options.rounds)
-    print(f"\n{f'{_CALLS} small calls for {len(order.samples(0).indices)} images':<52}{'ms':>10}{'time x':>10}")
-    rows = []
-    for name, values in found.items():
-        ratios = [value / alone for value, alone in zip(values, found["alone"], strict=True)]
-        rows.append({"way": name, "milliseconds": 1e3 * statistics.median(values), "ratio": statistics.median(ratios)})
-        print(f"  {name:<50}{rows[-1]['milliseconds']:10.1f}{rows[-1]['ratio']:10.2f}")
-    return rows
-
-
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
     "index": measure_index,
     "decode": measure_decoding,
     "memory": measure_memory,
     "augment": measure_augmentation,
-    "launches": measure_launches,
 }
 
 
