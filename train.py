@@ -29,7 +29,7 @@ from eval.monitor import Evaluator
 from losses.first_loss import FirstStep, judge_first_loss
 from partial_fc.init import InitCounts
 from training.ahead import StepsAhead
-from training.model import Model, build_model, compiled, resume_or_init
+from training.model import Model, build_model, for_training, resume_or_init
 from training.sections import NAMED
 from training.setup import Setup, decode_sample, open_loaders, set_up
 from training.step import LateValues, StepValues, train_step
@@ -42,7 +42,7 @@ from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.machine import waited_for_core
-from utils.optim import describe_groups, frozen_parts, is_finite, set_training
+from utils.optim import describe_groups, is_finite
 from utils.program import StoppedError, StopSignal, run_main, untested_torch
 
 
@@ -55,10 +55,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     world, total_steps, saving = setup.world, setup.total_steps, config.checkpoint
     last_evaluation = total_steps if config.eval.at_end else 0
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
-    parallel = distributed.as_data_parallel(compiled(model.backbone, config.train.compile), world)
     best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
-    frozen = frozen_parts(model.backbone, config.backbone.freeze, config.backbone.train_last)
-    set_training(model.backbone, config.backbone.freeze_norm, frozen)
 
     keep = RetentionPolicy(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
@@ -74,6 +71,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
+        watch.at(start_step, "compiling")
+        parallel = for_training(config, model, world)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
         steps.flags = lambda: [bool(stop.name), writer.is_writing, writer.is_overdue(saving.every_minutes)]

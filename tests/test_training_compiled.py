@@ -8,8 +8,11 @@ import pytest
 import torch
 from rounding import network_bound
 from tiny_runs import final_weights, read_metrics, run_program, run_train, tiny_run
+from torch import Tensor
 
 import train
+from backbones import build_backbone
+from training.model import Recorded
 from training.setup import check_compile
 
 SETTINGS = [
@@ -59,3 +62,26 @@ def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a
 def test_cuda_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match=r"train.compile=reduce-overhead records CUDA graphs.*set train.compile=default"):
         check_compile("reduce-overhead", torch.device("cpu"))
+
+
+def test_recording_leaves_the_network_as_it_was_and_keeps_no_pass(monkeypatch: pytest.MonkeyPatch):
+    """tests/test_gpu_training.py trains so; here torch's recorder is one that has no graph, but warms up as torch's does."""
+    kept: list[Tensor] = []
+
+    def record(module: Recorded, sample: tuple[Tensor], allow_unused_input: bool) -> None:
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+        for _ in range(4):
+            kept[:] = [module(*sample)]
+            torch.autograd.grad(kept[0].sum(), list(module.parameters()), allow_unused=allow_unused_input)
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    network = build_backbone("one_block", 8, dropout=0.0)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    images = torch.randn(4, 3, 112, 112)
+    recorded = Recorded(network, images, torch.bfloat16)
+    assert [name for name, value in network.state_dict().items() if not torch.equal(value, before[name])] == []
+    assert [id(one) for one in recorded.parameters()] == [id(one) for one in network.parameters()]
+    assert kept[0].grad_fn is None  # what is recorded goes on, what autograd knew of it does not
+    expected = network(images)
+    network.load_state_dict(before)
+    assert torch.equal(recorded(images), expected)

@@ -1,7 +1,8 @@
 """What a run trains: backbone, heads, their optimizers and averages, built, compiled, and resumed or begun with other weights.
 
 torch.compile: only training runs the compiled network: its batches have one shape. Evaluation and checkpoints use the network
-itself, so the names in its state dict do not change, and no other shape or mode has to be compiled.
+itself, so the names in its state dict do not change, and no other shape or mode has to be compiled. CUDA graphs are those of
+make_graphed_callables: torch.compile's own look at each weight in every pass, which takes longer than launching them.
 
 The moving average (EMA): after good optimizer step number t (from 1), average <- d average + (1 - d) weights with d =
 min(decay, (1 + t) / (10 + t)): a new average follows the weights closely, and the more steps it has seen, the longer it
@@ -33,11 +34,12 @@ from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names
 from utils.checkpoint.writer import Shard
-from utils.distributed import SharedError, World, all_gather_objects, raise_on_all_ranks
+from utils.distributed import SharedError, World, all_gather_objects, as_data_parallel, raise_on_all_ranks
 from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
+from utils.image import normalise
 from utils.memory import BackboneMemory, Undrawn, available_bytes, backbone_memory, bytes_beside_heads
-from utils.optim import ParameterRule, build_optimizer, freeze, frozen_parts, layer_numbers
+from utils.optim import ParameterRule, build_optimizer, freeze, frozen_parts, layer_numbers, set_training
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 from utils.text import prefix_errors
@@ -47,15 +49,51 @@ from .setup import Setup, naming_task
 from .stages import head_stages, staged_margin
 from .teachers import Teacher, centre_bytes
 
+_RECORDED = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-def compiled(backbone: nn.Module, mode: str) -> nn.Module:
-    """Return what a training step calls: the backbone, or a compiled module over its parameters and buffers."""
-    if mode == "off":
-        return backbone
-    # dropout, drop path and token masks are then those of the network itself; the compiler's own would be others
-    torch._inductor.config.fallback_random = True
-    module: nn.Module = torch.compile(backbone, mode=mode, dynamic=False)  # type: ignore[assignment]
-    return module
+
+def for_training(config: EasyDict, model: "Model", world: World) -> nn.Module:
+    """Return what a training step calls: the backbone in its modes of training, compiled, and shared by the ranks.
+
+    A collective call. No other thread may use CUDA meanwhile, because it may record graphs.
+    """
+    mode, device, module = config.train.compile, world.device, model.backbone
+    set_training(module, config.backbone.freeze_norm, frozen_parts(module, config.backbone.freeze, config.backbone.train_last))
+    if mode != "off":
+        # dropout, drop path and token masks are then those of the network itself; the compiler's own would be others
+        torch._inductor.config.fallback_random = True
+        recorded = _RECORDED.get(mode) if device.type == "cuda" else None
+        module = torch.compile(module, mode=recorded or mode, dynamic=False)  # type: ignore[assignment]
+        if recorded:
+            count, size = config.train.batch_size // config.train.accumulation // world.world_size, config.data.image_size
+            images = torch.zeros(count, size, size, 3, dtype=torch.uint8, device=device)
+            module = Recorded(module, normalise(images), model.autocast)
+    return as_data_parallel(module, world)
+
+
+class Recorded(nn.Module):
+    """A network whose forward and backward pass are CUDA graphs, for batches of one shape.
+
+    Args:
+        network: its parameters and buffers stay those of this module; the passes that warm it up change none of them.
+        images: such a batch, which becomes memory of the graph.
+        autocast: the dtype of mixed precision; None = fp32.
+    """
+
+    def __init__(self, network: nn.Module, images: Tensor, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.network = network
+        before = copy.deepcopy(network.state_dict())
+        with torch.autocast(images.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False):
+            torch.cuda.make_graphed_callables(self, (images,), allow_unused_input=True)
+        network.load_state_dict(before)
+        # or the recorded pass would keep the weights' nodes alive, and each gradient of a step would wait for its stream
+        self._output.detach_()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the embeddings; the graph takes the place of this method."""
+        self._output: Tensor = self.network(images).clone()  # no view, which could not be detached
+        return self._output
 
 
 class WeightAverage:

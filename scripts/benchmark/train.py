@@ -36,7 +36,7 @@ from configs import load_config
 from configs.rules import CHOICES
 from training import step as training_step
 from training.ahead import PreparedStep, StepsAhead
-from training.model import build_model, compiled
+from training.model import build_model, for_training
 from training.sections import NAMED
 from training.setup import open_loaders, set_up
 from training.step import LateValues
@@ -46,7 +46,6 @@ from utils.distributed import choose_device, init_local
 from utils.image import IMAGE_SIZE
 from utils.machine import num_cores
 from utils.memory import training_operations
-from utils.optim import frozen_parts, set_training
 from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
@@ -90,9 +89,7 @@ class OurTraining:
         self.config, self.setup, self.world, self.device = config, setup, setup.world, setup.world.device
         self.model = build_model(config, setup)
         torch.backends.cudnn.benchmark = True
-        self.parallel = distributed.as_data_parallel(compiled(self.model.backbone, config.train.compile), self.world)
-        frozen = frozen_parts(self.model.backbone, config.backbone.freeze, config.backbone.train_last)
-        set_training(self.model.backbone, config.backbone.freeze_norm, frozen)
+        self.parallel = for_training(config, self.model, self.world)
         heads = [self.model.heads[task.name] for task in setup.tasks]
         self.ahead = iter(StepsAhead(open_loaders(config, setup, 0), heads, 0, config.train.accumulation))
         self.late = LateValues()
