@@ -36,7 +36,7 @@ CHOICES = {
     "data.source": SOURCES,
     "data.shuffle": ("full", "block"),
     "data.on_bad_record": ("error", "skip"),
-    "data.decoders": ("threads", "process"),
+    "data.decoders": ("auto", "threads", "process"),
     "init.new_classes": ("images", "random"),
     "head.sampling": ("uniform", "neighbours"),
     "head.neighbours_search": ("auto", "exact", "inverted_lists"),

@@ -16,6 +16,8 @@ from configs import load_config
 from data.augment import prepare
 from data.loader import Loader
 from data.sampler import SampleOrder
+from training.sections import NAMED
+from training.setup import open_loaders, set_up
 from utils.checkpoint.format import list_checkpoints
 from utils.program import REQUEUE
 
@@ -235,3 +237,14 @@ def test_other_systems_are_told_to_let_threads_decode(dataset: Path, tmp_path: P
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ValueError, match=r"data.decoders=process needs Linux.*; set data.decoders=threads"):
         load_config(arguments[0], arguments[1:])
+
+
+def test_a_fork_decodes_where_a_gpu_trains(dataset: Path, tmp_path: Path):
+    arguments = small_run(dataset, tmp_path, "run.device=cpu")
+    config = load_config(arguments[0], arguments[1:], NAMED)
+    setup = set_up(config)
+    found = []
+    for place in ("cpu", "cuda"):
+        there = setup._replace(world=setup.world._replace(device=torch.device(place)))
+        found.append([loader.apart for loader in open_loaders(config, there, 0)])
+    assert found == [[False], [sys.platform.startswith("linux")]]

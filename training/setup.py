@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,7 +186,8 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
         samples = functools.partial(task.order.samples, **share)
         ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
         augment = Augment(config.augment, task.seed)
-        apart = data.decoders == "process"
+        forks = setup.world.device.type == "cuda" and sys.platform.startswith("linux")
+        apart = forks if data.decoders == "auto" else data.decoders == "process"
         loaders.append(Loader(task.dataset, samples, *steps, ahead, augment, held=2, image_size=data.image_size, apart=apart))
     return loaders
 
