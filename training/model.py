@@ -14,6 +14,7 @@ weights; its counters of batches are copied.
 import copy
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,11 +85,12 @@ class Recorded(nn.Module):
         super().__init__()
         self.network = network
         before = copy.deepcopy(network.state_dict())
-        with torch.autocast(images.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False):
+        mixed = torch.autocast(images.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
+        with mixed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the streams that the passes have here
             torch.cuda.make_graphed_callables(self, (images,), allow_unused_input=True)
         network.load_state_dict(before)
-        # or the recorded pass would keep the weights' nodes alive, and each gradient of a step would wait for its stream
-        self._output.detach_()
+        self._output.detach_()  # it would keep nodes of the weights, and each gradient of a step would wait for their stream
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the embeddings; the graph takes the place of this method."""
