@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from deploy.journal import Journal
+from utils.precision import is_fast_in_bf16
 
 from .all_pairs import count_pairs, points_at
 from .cleaning import row_keys
@@ -29,6 +30,7 @@ SIZES = (1, 2, 4)  # where the classes of sizes begin; the threshold of 8 faces 
 NEIGHBOURS = (0, 1, 2, 5, 10)  # of a face in `expand`, of which `calibrate` chooses
 POWER = 5
 _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
+_BF16 = 3.1 * 2**-9  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-9 each
 _MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
 
 
@@ -63,22 +65,33 @@ def _neighbours(
     """Return cosines with, and places of, the nearest others of each row, the nearest first, (n, 2, count) float64."""
     parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, stage)]
     advance(min(len(parts) * _ROWS, len(table)))
+    rough = table.bfloat16() if is_fast_in_bf16(table.device) else table
     for begin in range(len(parts) * _ROWS, len(table), _ROWS):
-        rows = table[begin : begin + _ROWS]
-        best = torch.zeros(len(rows), 2, count, dtype=torch.float64)  # in which places are exact
+        best = torch.zeros(min(_ROWS, len(table) - begin), 2, count, dtype=torch.float64)  # in which places are exact
         for start in range(0, len(table), _COLUMNS):
-            cosines = rows @ table[start : start + _COLUMNS].T
-            own = range(max(begin, start), min(begin + len(rows), start + cosines.shape[1]))
-            cosines[[row - begin for row in own], [row - start for row in own]] = -1.0
+            rows, cosines = _reaching(table, rough, begin, start, best[:, 0, -1])
+            own = begin + rows - start
+            inside = (own >= 0) & (own < cosines.shape[1])
+            cosines[inside, own[inside]] = -1.0
             near = cosines.topk(min(count, cosines.shape[1]))
-            both = torch.cat([best, torch.stack([near.values.double(), near.indices.double() + start], dim=1)], dim=2)
+            both = torch.cat([best[rows], torch.stack([near.values.double(), near.indices.double() + start], dim=1)], dim=2)
             chosen = both[:, 0].topk(count).indices
-            best = both.gather(2, chosen[:, None].expand(-1, 2, -1))
+            best[rows] = both.gather(2, chosen[:, None].expand(-1, 2, -1))
         parts.append(best.view(-1))
         if journal is not None:
             journal.add({"stage": stage, "begin": begin}, best.numpy().tobytes() + b"\n")
-        advance(len(rows))
+        advance(len(best))
     return torch.cat(parts).view(-1, 2, count)
+
+
+def _reaching(
+    table: torch.Tensor, rough: torch.Tensor, begin: int, start: int, limits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows (h,), from `begin`, that reach a limit (r,), by `rough` perhaps more, and their cosines (h, columns)."""
+    rows, columns = slice(begin, begin + len(limits)), slice(start, start + _COLUMNS)
+    cosines, slack = rough[rows] @ rough[columns].T, 0.0 if rough is table else _BF16
+    found = torch.nonzero(cosines.amax(dim=1).double() >= limits.double() - slack).squeeze(1)
+    return found, cosines[found] if rough is table else table[rows][found] @ table[columns].T
 
 
 def _averaged(table: torch.Tensor, order: np.ndarray, near: torch.Tensor) -> np.ndarray:
@@ -217,19 +230,17 @@ def _similar(
     done = len(blocks) * _ROWS
     parts = [np.zeros((0, 3), dtype="<i4"), *(np.frombuffer(data, dtype="<i4").reshape(-1, 3) for data in blocks)]
     advance(min(done, len(vectors)))
-    table = torch.from_numpy(vectors)
-    total = sum(map(len, parts))
+    table, total = torch.from_numpy(vectors), sum(map(len, parts))
+    rough = table.bfloat16() if is_fast_in_bf16(table.device) else table
     for begin in range(done, len(vectors), _ROWS):
-        rows = table[begin : begin + _ROWS]
+        limits = torch.full((min(_ROWS, len(vectors) - begin),), threshold)
         found = []
         for start in range(begin, len(vectors), _COLUMNS):
-            cosines = rows @ table[start : start + _COLUMNS].T
-            near = torch.nonzero(cosines >= threshold)
-            near = near[near[:, 1] + start > near[:, 0] + begin]
-            pair = (near + torch.tensor([begin, start])).to(torch.int32)
-            bits = cosines[near[:, 0], near[:, 1]].view(torch.int32)
-            found.append(torch.cat([pair, bits[:, None]], dim=1).numpy())
-            total += len(pair)
+            rows, cosines = _reaching(table, rough, begin, start, limits)
+            row, column = torch.nonzero(cosines >= threshold).T
+            pair = torch.stack([rows[row] + begin, column + start, cosines[row, column].view(torch.int32)], dim=1)
+            found.append(pair[pair[:, 1] > pair[:, 0]].to(torch.int32).numpy())
+            total += len(found[-1])
             if total > _MOST_PAIRS:
                 raise ValueError(
                     f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
@@ -238,7 +249,7 @@ def _similar(
         parts.append(np.concatenate(found))
         if journal is not None:
             journal.add({"stage": "pairs", "begin": begin}, parts[-1].tobytes() + b"\n")
-        advance(len(rows))
+        advance(len(limits))
     pairs = np.concatenate(parts)
     return pairs[:, 0], pairs[:, 1], np.ascontiguousarray(pairs[:, 2]).view(np.float32)
 

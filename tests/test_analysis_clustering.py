@@ -40,6 +40,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(analysis.clustering, "_COLUMNS", 50)
 
 
+@pytest.fixture(params=["fp32", "bf16"])
+def rough(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Blocks are left out by products in fp32, and as on a processor that is fast in bf16."""
+    monkeypatch.setattr(analysis.clustering, "is_fast_in_bf16", lambda device: request.param == "bf16")
+
+
+@pytest.mark.usefixtures("rough")
 @pytest.mark.parametrize("spread", [0.4, 0.8, 1.2])
 @pytest.mark.parametrize("threshold", [0.35, 0.6])
 def test_the_partition_is_that_of_average_linkage_over_all_pairs(spread: float, threshold: float):
@@ -87,6 +94,7 @@ def _expanded(vectors: np.ndarray, count: int) -> np.ndarray:
     return np.array(rows)
 
 
+@pytest.mark.usefixtures("rough")
 @pytest.mark.parametrize(("people", "each", "count"), [(20, 9, 5), (20, 9, 1), (1, 4, 5), (3, 1, 5)])
 def test_faces_are_averaged_with_their_nearest_others(people: int, each: int, count: int):
     vectors, _ = _faces(people, each, 0.9)

@@ -73,12 +73,9 @@ def for_training(config: EasyDict, model: "Model", world: World) -> nn.Module:
 
 
 class Recorded(nn.Module):
-    """A network whose forward and backward pass are CUDA graphs, for batches of one shape.
+    """A network whose passes over batches like `images` are CUDA graphs; its parameters and buffers are the same tensors.
 
-    Args:
-        network: its parameters and buffers stay those of this module; the passes that warm it up change none of them.
-        images: such a batch, which becomes memory of the graph.
-        autocast: the dtype of mixed precision; None = fp32.
+    autocast is the dtype of mixed precision, None = fp32. The passes that warm it up change no parameter and no buffer.
     """
 
     def __init__(self, network: nn.Module, images: Tensor, autocast: torch.dtype | None) -> None:

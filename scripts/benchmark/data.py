@@ -47,7 +47,6 @@ from .plain_data import decoders, index_as_dict, plain_loader
 
 _CPU = torch.device("cpu")
 _BATCH = 256
-_AUGMENTED = 128  # images
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,17 +231,17 @@ def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict
     """Return microseconds per image for decoding, each operation, and AdaFace's shares of them."""
     if not (folder / "faces").exists():
         make_faces(folder / "faces", options.images)
-    section = dict(load_config(Path(__file__).parents[2] / "configs" / "base.yaml").augment)
+    section = dict(load_config(Path(__file__).parents[2] / "configs" / "base.yaml").augment)  # whose operations are off
     dataset = RecordDataset(folder / "faces")
-    count = min(_AUGMENTED, dataset.num_images)
+    count = min(128, dataset.num_images)
     pixels = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
     for index in range(count):
         dataset.decode_into(index, pixels[index])
     adaface = {**section, "crop": 0.2, "low_resolution": 0.2, "photometric": 0.2}
     ways: dict[str, Callable[[], object]] = {
         "decoding": lambda: [dataset.decode_into(index, pixels[index]) for index in range(count)],
-        "AdaFace's three, a fifth each": lambda: _apply(pixels, adaface),
-        **{name: _one(pixels, section, name) for name in OPERATIONS},
+        "AdaFace's three, a fifth each": partial(_apply, pixels, adaface),
+        **{name: partial(_apply, pixels, {**section, name: 1.0}) for name in OPERATIONS},
     }
     with torch_threads(1):  # OpenCV has one already
         seconds = take_turns({name: partial(seconds_of, way) for name, way in ways.items()}, options.rounds)
@@ -251,11 +250,6 @@ def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict
     for name, value in found.items():
         print(f"  {name:<50}{value:11.1f}")
     return [{"way": name, "microseconds": value} for name, value in found.items()]
-
-
-def _one(pixels: np.ndarray, section: Mapping[str, float], name: str) -> Callable[[], object]:
-    alone = {**section, **dict.fromkeys(OPERATIONS, 0.0), name: 1.0}
-    return lambda: _apply(pixels, alone)
 
 
 def _apply(pixels: np.ndarray, section: Mapping[str, float]) -> None:

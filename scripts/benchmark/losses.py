@@ -8,10 +8,8 @@ The numbers of a training go into --json when it has ended, and it is not repeat
 interrupted goes on from its checkpoint when the same command is started again. One that fails costs only itself; the next start
 tries it again.
 
-Draw the data first: face demo_data, or, so that sampled classes matter,
-face demo_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
-
 Examples:
+  face demo_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
   face bench losses --quick
   face bench losses --seeds 1 --rates 1 --processes 2
   face bench losses --losses arcface adaface --set data.path=datasets/demo_10000 train.epochs=1
