@@ -72,7 +72,8 @@ def test_the_tutorial_ends_in_a_network_that_knows_people_it_never_saw(
     finally:
         torch.set_num_threads(threads)
     trained, again, untrained = scores
-    assert trained == pytest.approx(again, rel=0.02)  # in bf16 where the processor is fast at it, in fp32
+    # in bf16 where the processor is fast at it, in fp32: of 120 pairs a few lie so near the threshold that rounding moves them
+    assert trained[0] == pytest.approx(again[0], abs=100 * 4 / 120) and trained[1] == pytest.approx(again[1], rel=0.02)
     accuracy, auc = trained
     assert accuracy > 65 and auc > 0.8  # chance is 50 +- 4.6 for 120 pairs, and 0.5
     assert abs(accuracy / 100 - auc) < 0.2  # the two tell the same story
