@@ -71,7 +71,6 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
-        watch.at(start_step, "compiling")
         parallel = for_training(config, model, world)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)

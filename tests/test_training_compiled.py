@@ -8,7 +8,7 @@ import pytest
 import torch
 from rounding import network_bound
 from tiny_runs import final_weights, read_metrics, run_program, run_train, tiny_run
-from torch import Tensor
+from torch import Tensor, nn
 
 import train
 from backbones import build_backbone
@@ -75,7 +75,8 @@ def test_recording_leaves_the_network_as_it_was_and_keeps_no_pass(monkeypatch: p
             torch.autograd.grad(kept[0].sum(), list(module.parameters()), allow_unused=allow_unused_input)
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    network = build_backbone("one_block", 8, dropout=0.0)
+    network = nn.Sequential(build_backbone("one_block", 8, dropout=0.0), nn.Unflatten(1, (8, 1)), nn.Flatten())  # a view
+    network.register_parameter("unused", nn.Parameter(torch.ones(1)))
     before = {name: value.clone() for name, value in network.state_dict().items()}
     images = torch.randn(4, 3, 112, 112)
     recorded = Recorded(network, images, torch.bfloat16)

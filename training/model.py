@@ -68,7 +68,11 @@ def for_training(config: EasyDict, model: "Model", world: World) -> nn.Module:
         if recorded:
             count, size = config.train.batch_size // config.train.accumulation // world.world_size, config.data.image_size
             images = torch.zeros(count, size, size, 3, dtype=torch.uint8, device=device)
-            module = Recorded(module, normalise(images), model.autocast)
+            try:
+                module = Recorded(module, normalise(images), model.autocast)
+            except RuntimeError as error:
+                why = str(error).strip().splitlines()[0]
+                raise ValueError(f"train.compile={mode} cannot record the backbone: {why}; set train.compile=default") from None
     return as_data_parallel(module, world)
 
 
@@ -81,12 +85,12 @@ class Recorded(nn.Module):
     def __init__(self, network: nn.Module, images: Tensor, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.network = network
-        before = copy.deepcopy(network.state_dict())
+        before = copy.deepcopy(dict(network.named_buffers()))
         mixed = torch.autocast(images.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
         with mixed, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the streams that the passes have here
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # which is another than that of a step
             torch.cuda.make_graphed_callables(self, (images,), allow_unused_input=True)
-        network.load_state_dict(before)
+        network.load_state_dict(before, strict=False)
         self._output.detach_()  # it would keep nodes of the weights, and each gradient of a step would wait for their stream
 
     def forward(self, images: Tensor) -> Tensor:
