@@ -30,7 +30,8 @@ SIZES = (1, 2, 4)  # where the classes of sizes begin; the threshold of 8 faces 
 NEIGHBOURS = (0, 1, 2, 5, 10)  # of a face in `expand`, of which `calibrate` chooses
 POWER = 5
 _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
-_BF16 = 3.1 * 2**-9  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-9 each
+_BF16 = 3.1 * 2**-8  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-8 each
+_MANY = 100_000  # faces, of which few are similar to any in a block: in smaller tables products in bf16 save nothing
 _MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
 
 
@@ -65,7 +66,7 @@ def _neighbours(
     """Return cosines with, and places of, the nearest others of each row, the nearest first, (n, 2, count) float64."""
     parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, stage)]
     advance(min(len(parts) * _ROWS, len(table)))
-    rough = table.bfloat16() if is_fast_in_bf16(table.device) else table
+    rough = table.bfloat16() if len(table) > _MANY and is_fast_in_bf16(table.device) else table
     for begin in range(len(parts) * _ROWS, len(table), _ROWS):
         best = torch.zeros(min(_ROWS, len(table) - begin), 2, count, dtype=torch.float64)  # in which places are exact
         for start in range(0, len(table), _COLUMNS):
@@ -231,7 +232,7 @@ def _similar(
     parts = [np.zeros((0, 3), dtype="<i4"), *(np.frombuffer(data, dtype="<i4").reshape(-1, 3) for data in blocks)]
     advance(min(done, len(vectors)))
     table, total = torch.from_numpy(vectors), sum(map(len, parts))
-    rough = table.bfloat16() if is_fast_in_bf16(table.device) else table
+    rough = table.bfloat16() if len(table) > _MANY and is_fast_in_bf16(table.device) else table
     for begin in range(done, len(vectors), _ROWS):
         limits = torch.full((min(_ROWS, len(vectors) - begin),), threshold)
         found = []

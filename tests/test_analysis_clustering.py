@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
@@ -13,7 +14,18 @@ from scipy.spatial.distance import squareform
 
 import analysis.clustering
 from analysis import clustering_report
-from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, calibrate, cluster, expand, thresholds_at
+from analysis.clustering import (
+    NEIGHBOURS,
+    POWER,
+    SIZES,
+    Clusters,
+    _reaching,
+    agreement,
+    calibrate,
+    cluster,
+    expand,
+    thresholds_at,
+)  # fmt: skip
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import Journal
@@ -42,8 +54,21 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(params=["fp32", "bf16"])
 def rough(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Blocks are left out by products in fp32, and as on a processor that is fast in bf16."""
+    """Rows are left out by products in fp32, and as in a large table on a processor that is fast in bf16."""
+    monkeypatch.setattr(analysis.clustering, "_MANY", 0)
     monkeypatch.setattr(analysis.clustering, "is_fast_in_bf16", lambda device: request.param == "bf16")
+
+
+def test_no_rounding_to_bf16_leaves_out_a_row():
+    """Where the numbers' products are positive all are rounded down, where they are negative in magnitude up, by 2^-8 each."""
+    low, high = ((1 + 2**-8 + side * 2**-20) / 8 for side in (-1, 1))
+    ends = (1 - 47 * low**2 - 16 * high**2) ** 0.5
+    one = torch.tensor([low] * 47 + [high] * 16 + [ends])
+    table = torch.stack([one, one * torch.tensor([1.0] * 47 + [-1.0] * 16 + [1.0])])
+    cosine = float(table[0].double() @ table[1].double())
+    assert cosine - float((table.bfloat16() @ table.bfloat16().T)[0, 1]) > 1.9 * 2**-8
+    rows, cosines = _reaching(table, table.bfloat16(), 0, 1, torch.full((1,), cosine - 1e-6))
+    assert rows.tolist() == [0] and cosines.tolist() == [[pytest.approx(cosine, abs=1e-6)]]
 
 
 @pytest.mark.usefixtures("rough")

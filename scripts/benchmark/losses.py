@@ -59,16 +59,12 @@ ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- begin: written by face bench losses -->"
 NOTHING = "Not measured yet."
 _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "train.max_steps=4", "schedule.warmup_epochs=0")
-_QUICK_LOSSES = ["cosface", "curricularface"]
-_HASHED = 256  # images
 _WRITING = threading.Lock()  # of --json
 Row = dict[str, Any]  # the numbers of a run
 
 
-# The numbers are those that a paper or its authors' program trains with, on millions of photographs of tens of thousands of
-# people; no search was made for settings that suit the demo. Only three losses say themselves how a number follows from the
-# number of identities, and have that here as well: the scale of AdaCos, and the first biases of SphereFace2 and UniFace.
-# KappaFace refreshes its margins after each epoch, as published.
+# Papers, or the programs of their authors, train with these numbers, on millions of photographs; none was chosen for the demo.
+# Three say how a number follows from that of the identities: the scale of AdaCos, the first biases of SphereFace2 and UniFace.
 class Setting(NamedTuple):
     """A row of the benchmark: a loss and the settings that it is trained with."""
 
@@ -121,7 +117,7 @@ def benchmark(options: argparse.Namespace) -> None:
     """
     options.seeds, options.rates = list(dict.fromkeys(options.seeds)), list(dict.fromkeys(options.rates))
     if options.quick:
-        options.losses, options.seeds = options.losses or _QUICK_LOSSES, options.seeds[:1]
+        options.losses, options.seeds = options.losses or ["cosface", "curricularface"], options.seeds[:1]
         options.rates = options.rates[:1]
         first = load_config(options.config, [], NAMED).eval.targets[:1]  # evaluation would take longer than the rest
         options.set = [*_QUICK, f"eval.targets=[{', '.join(first)}]", *options.set]
@@ -256,8 +252,8 @@ def _digests(config: EasyDict, data: Sequence[Any]) -> list[str]:
 
 
 def _digest_of_images(dataset: FaceDataset) -> str:
-    """Return a hash of the images at _HASHED places, since other copies of a set have the same names and labels."""
-    places = np.linspace(0, dataset.num_images - 1, min(dataset.num_images, _HASHED)).astype(np.int64)
+    """Return a hash of 256 images of a set, since other copies of it have the same names and labels."""
+    places = np.linspace(0, dataset.num_images - 1, min(dataset.num_images, 256)).astype(np.int64)
     images = (dataset.sample(int(place))[0] for place in places)
     return digest(image.tobytes() if isinstance(image, np.ndarray) else bytes(image) for image in images)
 
