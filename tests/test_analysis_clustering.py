@@ -14,18 +14,7 @@ from scipy.spatial.distance import squareform
 
 import analysis.clustering
 from analysis import clustering_report
-from analysis.clustering import (
-    NEIGHBOURS,
-    POWER,
-    SIZES,
-    Clusters,
-    _reaching,
-    agreement,
-    calibrate,
-    cluster,
-    expand,
-    thresholds_at,
-)  # fmt: skip
+from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, calibrate, cluster, expand, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import Journal
@@ -67,7 +56,7 @@ def test_no_rounding_to_bf16_leaves_out_a_row():
     table = torch.stack([one, one * torch.tensor([1.0] * 47 + [-1.0] * 16 + [1.0])])
     cosine = float(table[0].double() @ table[1].double())
     assert cosine - float((table.bfloat16() @ table.bfloat16().T)[0, 1]) > 1.9 * 2**-8
-    rows, cosines = _reaching(table, table.bfloat16(), 0, 1, torch.full((1,), cosine - 1e-6))
+    rows, cosines = analysis.clustering._reaching(table, table.bfloat16(), 0, 1, torch.full((1,), cosine - 1e-6))
     assert rows.tolist() == [0] and cosines.tolist() == [[pytest.approx(cosine, abs=1e-6)]]
 
 
