@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
-from utils.text import did_you_mean, pip_install
+from utils.text import did_you_mean, first_line, pip_install
 
 from .foundations import translate
 from .iresnet import autocast_off, check_head, check_image_size, check_images
@@ -40,7 +40,7 @@ class PackageNetwork(nn.Module):
         try:
             self.network, features = _built(_BUILDERS[name.partition(":")[0]], package, inner, image_size)
         except Exception as error:  # of any kind: it is not our code
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise ValueError(f"name: {name} cannot be built for images of {image_size} x {image_size}: {reason:.300}") from None
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(features, embedding_size)
@@ -117,7 +117,7 @@ def check_package(name: str) -> tuple[Any, str]:
             raise ValueError(f"name: {name} needs {title}, which needs {missing}: {pip_install(missing)}") from None
         raise ValueError(f"name: {name} needs the package {title}: {pip_install(title)}") from None
     except Exception as error:  # torchvision raises a RuntimeError beside a torch that it was not built for
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             f"name: {name} needs {title}, which cannot be imported here: {reason:.300}. Install the torchvision that was "
             f"made for torch {torch.__version__}"

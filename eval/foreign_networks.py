@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from utils.checkpoint.tensor_file import BLOCK, file_hash
 from utils.files import read_bytes
-from utils.text import pip_install, prefix_errors, printable
+from utils.text import first_line, pip_install, prefix_errors, printable
 
 PREFIX = "face."  # of the keys in a file's metadata
 CONTRACT_FILE = "face_contract.json"  # of a .pt2 file
@@ -242,7 +242,7 @@ def open_session(path: Path, threads: int, model: bytes | None = None) -> Any:
         # without the second attempt of onnxruntime, which is the same and prints a box of stars
         return runtime.InferenceSession(model or str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
-        raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
+        raise ValueError(f"{path}: onnxruntime cannot read it: {first_line(error)}") from None
 
 
 class OnnxNetwork(nn.Module):
@@ -291,7 +291,7 @@ def _contract(read: Callable[[], Mapping[str, str]], path: Path) -> InputContrac
     try:
         texts = read()
     except Exception as error:  # the texts are no UTF-8, or the archive is damaged
-        raise ValueError(f"{path}: its metadata cannot be read: {_first_line(error)}") from None
+        raise ValueError(f"{path}: its metadata cannot be read: {first_line(error)}") from None
     with prefix_errors(str(path)):
         return contract_of_texts(texts)
 
@@ -391,7 +391,7 @@ class ExportedNetwork(nn.Module):
         try:
             self._program = [torch.export.load(str(path)).module()]
         except Exception as error:  # damage ends in exceptions of many kinds
-            raise ValueError(f"{path}: not an exported program: {_first_line(error)}") from None
+            raise ValueError(f"{path}: not an exported program: {first_line(error)}") from None
 
     def forward(self, images: Tensor) -> Tensor:
         output = self._program[0](images)
@@ -431,8 +431,4 @@ def _torchscript(path: Path) -> nn.Module:
     try:
         return torch.jit.load(str(path), map_location="cpu")
     except Exception as error:  # damage ends in exceptions of many kinds
-        raise ValueError(f"{path}: not a TorchScript program: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: not a TorchScript program: {first_line(error)}") from None

@@ -43,7 +43,7 @@ from utils.memory import BackboneMemory, Undrawn, available_bytes, backbone_memo
 from utils.optim import ParameterRule, build_optimizer, freeze, frozen_parts, layer_numbers, set_training
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
-from utils.text import prefix_errors
+from utils.text import first_line, prefix_errors
 
 from .compatible import COMPATIBLE, fill_old_centres
 from .setup import Setup, naming_task
@@ -71,7 +71,7 @@ def for_training(config: EasyDict, model: "Model", world: World) -> nn.Module:
             try:
                 module = Recorded(module, normalise(images), model.autocast)
             except RuntimeError as error:
-                why = str(error).strip().splitlines()[0]
+                why = first_line(error)
                 raise ValueError(f"train.compile={mode} cannot record the backbone: {why}; set train.compile=default") from None
     return as_data_parallel(module, world)
 

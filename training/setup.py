@@ -29,7 +29,7 @@ from utils.distributed.patience import patiently
 from utils.precision import agreed_precision, set_tf32, slow_precision
 from utils.randomness import derive
 from utils.schedule import Schedule
-from utils.text import prefix_errors
+from utils.text import first_line, prefix_errors
 
 from .compatible import old_network
 from .teachers import Teacher, open_teacher
@@ -181,13 +181,13 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
     """Return the loader of each task, from the step `start_step` to the last."""
     data, share = config.data, setup.share
     steps = (start_step, setup.total_steps, data.threads, data.prefetch, setup.world.device)
+    forks = setup.world.device.type == "cuda" and sys.platform.startswith("linux")
+    apart = forks if data.decoders == "auto" else data.decoders == "process"
     loaders = []
     for task in setup.tasks:
         samples = functools.partial(task.order.samples, **share)
         ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
         augment = Augment(config.augment, task.seed)
-        forks = setup.world.device.type == "cuda" and sys.platform.startswith("linux")
-        apart = forks if data.decoders == "auto" else data.decoders == "process"
         loaders.append(Loader(task.dataset, samples, *steps, ahead, augment, held=2, image_size=data.image_size, apart=apart))
     return loaders
 
@@ -277,8 +277,7 @@ def check_compile(mode: str, device: torch.device) -> None:
         torch.compile(torch.neg)(torch.ones(2, device=device))
     except Exception as error:
         needs = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"train.compile={mode} needs {needs}, and torch could not compile here: {reason}; "
+            f"train.compile={mode} needs {needs}, and torch could not compile here: {first_line(error)}; "
             "install it, or set train.compile=off"
         ) from None

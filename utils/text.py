@@ -36,6 +36,11 @@ def one_line(message: object) -> str:
     return printable(text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, the name of its kind if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
+
+
 @contextmanager
 def prefix_errors(setting: str) -> Iterator[None]:
     """Name a key or a flag in front of an error of a part, which knows nothing of configurations and command lines."""

@@ -29,6 +29,7 @@ from utils.allocator import keep_freed_memory, out_of_memory
 from utils.distributed import choose_device
 from utils.machine import num_cores
 from utils.parallel import forks_of_torch, map_in_order
+from utils.text import first_line
 
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected
@@ -268,7 +269,7 @@ def in_words(error: RuntimeError | MemoryError) -> ValueError:
     """Return an error of the arithmetic in one line; torch raises RuntimeError if the memory of the machine or GPU is full."""
     if out_of_memory(error):
         return ValueError(f"the memory is full; {_KEPT}, with fewer --processes, or on a GPU a smaller --batch-size")
-    what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    what = first_line(error)
     return ValueError(f"embedding fails: {what:.300}; {_KEPT}")
 
 

@@ -29,7 +29,7 @@ from utils.checkpoint.format import newest_run
 from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata
 from utils.files import check_folder_of, shown, unfinished_folder, write_file
 from utils.image import normalise
-from utils.text import one_line, plain_table
+from utils.text import first_line, one_line, plain_table
 
 from . import checks, graph
 from .hub import ONNX, check_hub, complete, read_known
@@ -173,7 +173,7 @@ class Exporter:
         except (OSError, ValueError):
             raise
         except Exception as error:  # of onnxruntime or torch, which have many kinds
-            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            what = first_line(error)
             raise ValueError(f"--out: nothing is written: the exported network does not run: {what:.300}") from None
         return Made(files, contract, *found)
 

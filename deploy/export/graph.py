@@ -27,7 +27,7 @@ from utils.checkpoint.tensor_file import NewFile, flush
 from utils.distributed.agreement import digest_tensors
 from utils.files import shown
 from utils.image import IMAGE_SIZE
-from utils.text import pip_install, prefix_errors
+from utils.text import first_line, pip_install, prefix_errors
 
 
 def describe(
@@ -169,12 +169,8 @@ def trace(module: Deployed, image_size: int) -> Traced:
         try:
             program = torch.export.export(module, (images,), dynamic_shapes=batch)
         except Exception as error:  # of torch's compiler, which has many kinds
-            raise ValueError(f"torch.export cannot trace this network: {_first_line(error)}") from None
+            raise ValueError(f"torch.export cannot trace this network: {first_line(error):.300}") from None
         return Traced(program, *fold_norms(program))
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def fold_norms(program: ExportedProgram) -> tuple[int, int]:
@@ -240,7 +236,7 @@ def to_onnx(program: ExportedProgram, contract: InputContract, given: str = "ima
                 verbose=False,
             )
         except Exception as error:
-            raise ValueError(f"torch.onnx cannot translate this network: {_first_line(error)}") from None
+            raise ValueError(f"torch.onnx cannot translate this network: {first_line(error):.300}") from None
     assert found is not None
     model = found.model_proto
     graph = model.graph

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..machine import num_cores
+from ..text import first_line
 from .parent import follow_parent
 
 # in errors of NCCL: another process, or the way to it, is gone
@@ -335,5 +336,4 @@ def _explain_rendezvous(error: Exception) -> str:
         return f"the processes cannot meet: port {address} does not answer; another program may hold it"
     if "connectFullMesh" in text:
         return f"the processes cannot meet at {address}: no way between them; name the interface, GLOO_SOCKET_IFNAME=eth0"
-    first_line = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
-    return f"the processes cannot meet at {address}: {first_line}"
+    return f"the processes cannot meet at {address}: {first_line(error):.300}"
