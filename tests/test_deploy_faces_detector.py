@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import onnx
 import pytest
@@ -186,6 +187,28 @@ def test_centerface_is_decoded_as_it_is_defined():
 
 
 @pytest.mark.numeric
+@pytest.mark.parametrize("fixed", [False, True])
+def test_yunet_finds_what_opencv_finds(tmp_path: Path, fixed: bool):
+    """Among random numbers of all cells, down to weak scores: cv2.FaceDetectorYN is the reference."""
+    rng = np.random.default_rng(4)
+
+    def change(constants: dict[str, np.ndarray]) -> None:
+        for name, value in constants.items():
+            if name[:2] in ("w_", "b_"):
+                value[...] = rng.normal(0, 3e-3 if name[0] == "w" else 0.3, value.shape)
+
+    path = write_detector(tmp_path / "x.onnx", "yunet", (96, 160) if fixed else None, change)
+    pixels = rng.integers(0, 256, (96, 160, 3), dtype=np.uint8)
+    theirs = cv2.FaceDetectorYN.create(str(path), "", (160, 96), 0.3, 1.0, 5000).detect(pixels[:, :, ::-1].copy())[1]
+    ours = _open(path).candidates(pixels, 0.3)
+    assert len(ours.scores) == len(theirs) > 100
+    order, other = np.argsort(ours.points[:, 0, 0]), np.argsort(theirs[:, 4])
+    mine = np.concatenate([ours.boxes[:, :2], ours.boxes[:, 2:] - ours.boxes[:, :2], ours.points.reshape(-1, 10)], axis=1)
+    np.testing.assert_allclose(mine[order], theirs[other, :14], rtol=1e-4, atol=1e-3)  # float32, pixels
+    np.testing.assert_allclose(ours.scores[order], theirs[other, 14], atol=1e-5)
+
+
+@pytest.mark.numeric
 def test_retinaface_takes_probabilities_and_logits():
     logits = np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32) * 4
     share = np.exp(logits.astype(np.float64))
@@ -223,7 +246,7 @@ def test_a_file_that_returns_a_million_boxes_is_bounded():
     assert len(suppress(best.boxes, best.scores, 0.4)) == 1000
 
 
-@pytest.mark.parametrize("form", ["scrfd", "retinaface", "centerface"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["b_score_8", "b_box_8", "b_points_8"])
 def test_numbers_that_are_not_finite_are_an_error(tmp_path: Path, form: str, name: str):
     def change(constants: dict[str, np.ndarray]) -> None:
@@ -342,24 +365,14 @@ def test_what_is_no_file_is_an_error_with_words(tmp_path: Path, what: str):
         _open(tmp_path if what == "folder" else tmp_path / "missing.onnx")
 
 
-def test_a_file_that_crashes_opencv_ends_in_one_line(tmp_path: Path):
-    """A convolution that moves by nothing: OpenCV divides by it, which ends its process."""
+def test_a_convolution_that_moves_by_nothing_is_refused(tmp_path: Path):
+    """Who divides by it is ended by the processor."""
     path = write_detector(tmp_path / "x.onnx", "yunet", (64, 96))
     model = onnx.load(str(path))
     for attribute in model.graph.node[0].attribute:
         if attribute.name == "strides":
             attribute.ints[:] = [0, 0]
     onnx.save(model, str(path))
-    with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIG[A-Z]+\); the file is damaged") as error:
+    with pytest.raises(ValueError, match=r"x\.onnx: ") as error:
         _open(path)
     assert "\n" not in str(error.value)
-
-
-def test_the_trial_has_the_opencv_that_this_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It may be installed for the user alone, or be found by PYTHONPATH."""
-    path = write_detector(tmp_path / "x.onnx", "yunet", (32, 64))
-    (tmp_path / "place").mkdir()
-    (tmp_path / "place" / "cv2.py").write_text("import os\nos.abort()\n")
-    monkeypatch.syspath_prepend(str(tmp_path / "place"))  # this process has imported its own before
-    with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIGABRT\)"):
-        _open(path)

@@ -167,7 +167,7 @@ class Session:
         colours = shape[1] if len(shape) == 4 else 0
         if (isinstance(colours, int) and colours != 3) or (None in sides and any(sides)):
             raise ValueError(f"{path}: a detector has one input (1, 3, height, width), this has {[e.shape for e in entries]}")
-        self._entry = entries[0].name
+        self._entry, self.names = entries[0].name, [output.name for output in self._session.get_outputs()]
         self.fixed = (int(sides[0]), int(sides[1])) if sides[0] and sides[1] else None
 
     def run(self, images: np.ndarray) -> list[np.ndarray]:

@@ -1,126 +1,18 @@
-"""The face detectors, ONNX files: YuNet through OpenCV, the others through onnxruntime. Their outputs tell which one it is.
+"""The face detectors, ONNX files, run by onnxruntime. Their outputs tell which one it is.
 
 Reading ONNX files executes nothing. A file that refers to tensors outside its own folder is refused.
 """
 
 import argparse
-import functools
-import hashlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
-import cv2
 import numpy as np
 
-from eval.foreign_networks import check_outside_data, parse_onnx
+from eval.foreign_networks import check_outside_data
 from utils.cli import SHARE, int_in_range
 from utils.files import check_file
-from utils.text import one_line
 
 from .detections import LONGEST, MULTIPLE, STRIDES, Candidates, Detector, Face, Session, Settings
-
-_WIDTHS = {"cls": 1, "obj": 1, "bbox": 4, "kps": 10}  # numbers of a cell
-OUTPUTS = frozenset(f"{kind}_{stride}" for kind in _WIDTHS for stride in STRIDES)
-_NO_CONFIG = np.zeros(0, dtype=np.uint8)
-_ALL = 5000  # boxes that OpenCV keeps before it drops double ones
-_PATIENCE = 120  # seconds for the trial; it takes half of one
-_TRIAL = """
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-import cv2, numpy as np
-data, size = np.fromfile(sys.argv[1], np.uint8), (int(sys.argv[2]), int(sys.argv[3]))
-graph = cv2.dnn.readNetFromONNX(data)
-graph.setInput(np.zeros((1, 3, size[1], size[0]), np.float32))
-graph.forward(sys.argv[4:])
-"""
-
-
-class YuNet(Detector):
-    """A YuNet graph of opencv_zoo, through cv2.FaceDetectorYN, which one thread only may use: each thread has its own.
-
-    OpenCV's right eye is that of the person, so the left one as seen: its order of the points is that of this project. OpenCV
-    reads the outputs of the file without a look at their sizes, so these are checked here, once for each size of the input. A
-    damaged file can end the process that reads it, by a division by zero for example, so another process tries it first.
-    """
-
-    own_min_score = 0.9  # score_threshold of OpenCV
-
-    def __init__(self, path: Path, settings: Settings, fixed: tuple[int, int] | None) -> None:
-        super().__init__(path, settings, fixed)
-        height, width = fixed or (2 * MULTIPLE, 3 * MULTIPLE)
-        self._own, self._file = threading.local(), np.frombuffer(path.read_bytes(), dtype=np.uint8)
-        _try(path, hashlib.sha256(self._file.tobytes()).hexdigest(), width, height)
-        self._checked: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
-        try:
-            self._graph = cv2.dnn.readNetFromONNX(self._file)
-        except cv2.error as error:
-            raise ValueError(f"{path}: OpenCV cannot read it: {_words(error)}") from None
-        self.candidates(np.zeros((height, width, 3), dtype=np.uint8), 1.0)
-
-    def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
-        size = (canvas.shape[1], canvas.shape[0])
-        try:
-            with self._lock:
-                if size not in self._checked:
-                    self._check(*size)
-                    self._checked.add(size)
-            if not hasattr(self._own, "detector"):
-                self._own.detector = cv2.FaceDetectorYN.create("onnx", self._file, _NO_CONFIG, size, minimum, 1.0, _ALL)
-            self._own.detector.setInputSize(size)
-            self._own.detector.setScoreThreshold(minimum)
-            found = self._own.detector.detect(np.ascontiguousarray(canvas[:, :, ::-1]))[1]
-        except cv2.error as error:
-            raise ValueError(f"{self.path}: OpenCV cannot run it on an image {canvas.shape}: {_words(error)}") from None
-        numbers = np.zeros((0, 15)) if found is None else np.asarray(found, dtype=np.float64)
-        boxes = np.concatenate([numbers[:, :2], numbers[:, :2] + numbers[:, 2:4]], axis=1)
-        return Candidates(numbers[:, 14], boxes, numbers[:, 4:14].reshape(-1, 5, 2))
-
-    def _check(self, width: int, height: int) -> None:
-        """Raise ValueError unless the outputs for an input of this size have a row for each cell."""
-        self._graph.setInput(np.zeros((1, 3, height, width), dtype=np.float32))
-        names = sorted(OUTPUTS)
-        for name, output in zip(names, self._graph.forward(names), strict=True):
-            kind, stride = name.split("_")
-            numbers = (height // int(stride)) * (width // int(stride)) * _WIDTHS[kind]
-            if output.size != numbers or output.dtype != np.float32:
-                raise ValueError(
-                    f"{self.path}: the output {name} of a YuNet detector must have {numbers} numbers for {width} x {height} "
-                    f"pixels, this has {output.size} of {output.dtype}"
-                )
-
-
-def _words(error: cv2.error) -> str:
-    return one_line(" ".join(str(error.err).split()))
-
-
-@functools.cache
-def _try(path: Path, digest: str, width: int, height: int) -> None:
-    """Raise ValueError if OpenCV takes the process down that reads this file; what it says otherwise is said again here.
-
-    Args:
-        digest: of the file: one that has changed is tried again.
-    """
-    # from the same places as here: -I leaves out packages of the user and of PYTHONPATH, and without OpenCV nothing is tried
-    places = json.dumps([place for place in sys.path if isinstance(place, str)])
-    words = [sys.executable, "-I", "-c", _TRIAL, places, str(path), str(width), str(height), *sorted(OUTPUTS)]
-    environment = {**os.environ, "OPENCV_LOG_LEVEL": "SILENT"}
-    try:
-        status = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE, env=environment
-        ).returncode
-    except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"{path}: OpenCV does not get through it within {_PATIENCE} seconds; it is no YuNet detector"
-        ) from None
-    if status < 0:
-        raise ValueError(f"{path}: OpenCV crashes on it ({signal.Signals(-status).name}); the file is damaged")
-
 
 _SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
 _MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
@@ -135,6 +27,45 @@ class _Graph(Detector):
         super().__init__(path, settings, session.fixed)
         self._session = session
         self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
+
+
+_WIDTHS = {"cls": 1, "obj": 1, "bbox": 4, "kps": 10}  # numbers of a cell
+OUTPUTS = frozenset(f"{kind}_{stride}" for kind in _WIDTHS for stride in STRIDES)
+
+
+class YuNet(_Graph):
+    """A YuNet graph of opencv_zoo: cls_8 to kps_32, each with a row for each cell of the grid of its stride s.
+
+    Source: Wu et al., "YuNet: A Tiny Millisecond-level Face Detector", 2023; cv2.FaceDetectorYN. The score is the root of
+    cls obj. The box of the cell at corner c has the centre c + s bbox[:2] and size s exp(bbox[2:]), a landmark is at c + s kps.
+    The source's right eye is the person's, so the left one as seen: its order of the points is ours. Input: BGR from 0 to 255.
+    """
+
+    own_min_score = 0.9  # score_threshold of OpenCV
+
+    def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
+        images = np.ascontiguousarray(canvas[:, :, ::-1].astype(np.float32).transpose(2, 0, 1)[None])
+        outputs = dict(zip(self._session.names, self._session.run(images), strict=True))
+        height, width = canvas.shape[:2]
+        kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for stride in STRIDES:
+            corners, parts = anchor_centres(height // stride, width // stride, stride, 1), []
+            for kind, numbers in _WIDTHS.items():
+                output = outputs[f"{kind}_{stride}"]
+                if output.size != len(corners) * numbers:
+                    raise ValueError(
+                        f"{self.path}: the output {kind}_{stride} of a YuNet detector must have {len(corners) * numbers} "
+                        f"numbers for {width} x {height} pixels, this has {output.size}"
+                    )
+                parts.append(output.reshape(-1, numbers).astype(np.float64))
+            scores = np.sqrt(parts[0].clip(0, 1) * parts[1].clip(0, 1))[:, 0]
+            chosen = np.flatnonzero(~(scores < minimum))
+            corners, boxes, points = (part[chosen] for part in (corners, *parts[2:]))
+            with np.errstate(over="ignore", invalid="ignore"):
+                centres, halves = corners + stride * boxes[:, :2], stride * np.exp(boxes[:, 2:]) / 2
+                boxes = np.concatenate([centres - halves, centres + halves], axis=1)
+            kept.append((scores[chosen], boxes, corners[:, None] + stride * points.reshape(-1, 5, 2)))
+        return Candidates(*(np.concatenate(parts) for parts in zip(*kept, strict=True)))
 
 
 class RetinaFace(_Graph):
@@ -336,14 +267,14 @@ def open_detector(options: argparse.Namespace) -> Detector | None:
     check_file(path)
     settings = Settings(options.min_score, options.min_size, options.overlap, options.longest_side)
     check_outside_data(path)
-    names, fixed = _signature(path)
-    if names >= OUTPUTS:
-        return YuNet(path, settings, fixed)
-    session = Session(path, any_size=len(names) == 4)
+    session = Session(path)
+    names = session.names
+    if OUTPUTS.issubset(names):
+        return YuNet(path, settings, session)
     if len(names) == 3:
         return RetinaFace(path, settings, session)
     if len(names) == 4:
-        return CenterFace(path, settings, session)
+        return CenterFace(path, settings, Session(path, any_size=True))
     if len(names) == 9:
         return Scrfd(path, settings, session)
     if len(names) == 6:
@@ -352,14 +283,3 @@ def open_detector(options: argparse.Namespace) -> Detector | None:
         f"{path}: no detector that is known here: YuNet has the outputs {', '.join(sorted(OUTPUTS))}, SCRFD nine, CenterFace "
         f"four, RetinaFace three, this has {len(names)}"
     )
-
-
-def _signature(path: Path) -> tuple[set[str], tuple[int, int] | None]:
-    """Return the names of the outputs of an ONNX file, and the fixed (height, width) of its input, if they are."""
-    graph = parse_onnx(path).graph
-    names = {entry.name for entry in graph.output}
-    for entry in graph.input:
-        sides = [dim.dim_value for dim in entry.type.tensor_type.shape.dim]
-        if len(sides) == 4:
-            return names, (sides[2], sides[3]) if sides[2] > 0 and sides[3] > 0 else None
-    return names, None

@@ -217,8 +217,7 @@ class _Watch:
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        own = {"socket.connect": "127.0.0.1", "subprocess.Popen": sys.executable}.get(event)  # the page, the trial of a YuNet
-        if event.startswith(_FORBIDDEN) and not (own and own in (args[0], args[1][0])):
+        if event.startswith(_FORBIDDEN) and not (event == "socket.connect" and args[1][0] == "127.0.0.1"):  # the page
             self.events.append(event)
         elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES:
             self._outside(event, args[:1])
