@@ -326,7 +326,6 @@ def is_due(done: int, every: int, total_steps: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and train; return the exit status."""
     parser = make_parser("python train.py", __doc__)
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")

@@ -41,7 +41,6 @@ from .report import format_table, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and evaluate; return the exit status."""
     parser = make_parser("face eval", __doc__)
     add_network_arguments(parser, newest=True)
     parser.add_argument(

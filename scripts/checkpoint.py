@@ -43,7 +43,6 @@ _ROWS_AT_ONCE = 1 << 13  # class centres
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the command; return the exit status."""
     parser = make_parser("face checkpoint", __doc__)
     kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|reshard|merge|average")
     for name, text in (("show", "print the contents"), ("verify", "check that it is complete")):

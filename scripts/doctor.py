@@ -38,7 +38,6 @@ class Pin(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and print the report; return the exit status."""
     # not run_main: it needs torch, and this program says whether that is there
     parser = make_parser("face doctor", __doc__)
     parser.add_argument("--runs", type=Path, default=Path("work_dirs"), metavar="DIR", help="folder of run folders")

@@ -19,7 +19,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write; return the exit status."""
     parser = make_parser("python -m scripts.tables", __doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE", help="Markdown files")
     return run_main(write, parser.parse_args(arguments).pages)

@@ -29,7 +29,6 @@ from utils.text import prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and clean; return the exit status."""
     parser = make_parser("face clean", __doc__)
     parser.add_argument("table", type=Path, help="table of face embed of the images of SET: .npy or .parquet")
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")

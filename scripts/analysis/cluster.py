@@ -30,7 +30,6 @@ from utils.text import prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and cluster; return the exit status."""
     parser = make_parser("face cluster", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file to write")

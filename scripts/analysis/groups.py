@@ -33,7 +33,6 @@ _ALIKE = 20  # pairs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face groups", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -24,7 +24,6 @@ from utils.text import plain_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and compare; return the exit status."""
     parser = make_parser("face pairs", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")

@@ -29,7 +29,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face robustness", __doc__)
     parser.add_argument("networks", type=Path, nargs="+", metavar="NETWORK", help="as for face eval")
     add_network_arguments(parser, positional=False)

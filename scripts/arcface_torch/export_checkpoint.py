@@ -20,7 +20,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and convert; return the exit status."""
     parser = make_parser("face migrate export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", type=Path, help="folder to create")

@@ -40,7 +40,6 @@ _OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the k
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and convert; return the exit status."""
     parser = make_parser("face migrate config", __doc__)
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")

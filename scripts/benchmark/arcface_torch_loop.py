@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> int:
-    """Parse the command line and take steps as they are asked for; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", help="arcface_torch's folder, with backbones, losses.py and partial_fc_v2.py")
     parser.add_argument("case", help="what face bench train measures, as JSON")

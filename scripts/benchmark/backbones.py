@@ -43,7 +43,6 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench backbones", __doc__)
     count = int_in_range(1)
     parser.add_argument("--names", nargs="+", default=[], metavar="NAME", help="values of backbone.name; default: all")

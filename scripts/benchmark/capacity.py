@@ -86,7 +86,6 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and compute or find; return the exit status."""
     parser = make_parser("face bench capacity", __doc__)
     parser.add_argument("--gpus", type=int_in_range(1), default=1, help="processes that share the classes")
     parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")

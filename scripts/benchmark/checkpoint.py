@@ -39,7 +39,6 @@ _DIM = 512
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench checkpoint", __doc__)
     parser.add_argument("--classes", type=int, help="classes (default: 200000, half of them with less than 8 GiB free)")
     parser.add_argument("--backbone", default="r50", help="(default r50)")

@@ -38,7 +38,6 @@ _STEPS = 3  # optimizer steps that are timed together
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench eval", __doc__)
     parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded")
     parser.add_argument("--processes", type=int, default=2, help="processes that share the images")

@@ -27,7 +27,6 @@ _IMAGES, _SIZE, _BLOCK, _FOUND = 4, 512, 4096, 5  # of a person; numbers of a ve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench gallery", __doc__)
     parser.add_argument("--people", type=int_in_range(_FOUND), default=250_000, help="with four images each")
     parser.add_argument("--queries", type=int_in_range(1), nargs="+", default=[1, 256], help="searched at once")

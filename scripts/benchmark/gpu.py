@@ -69,7 +69,6 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench gpu", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all, in this order")

@@ -59,7 +59,6 @@ _COLOURS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench head", __doc__)
     parser.add_argument("--classes", type=int, nargs="+", help="identities over all ranks; default 100000 and 1000000")
     parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")

@@ -87,7 +87,6 @@ _BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     return run_main(benchmark, parse(arguments))
 
 

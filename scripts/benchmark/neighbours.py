@@ -37,7 +37,6 @@ _NEIGHBOURS = 10  # head.neighbours
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     positive = int_in_range(1)
     parser = make_parser("face bench neighbours", __doc__)
     parser.add_argument("--classes", type=int_in_range(2), nargs="+", default=[100_000], help="numbers of identities")

@@ -58,7 +58,6 @@ class Task(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and compare; return the exit status."""
     parser = make_parser("face bench numerics", __doc__)
     parser.add_argument("--classes", type=int, default=12288, help="identities")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")

@@ -41,7 +41,6 @@ _HEADERS = {"Content-Type": "application/octet-stream"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench serve", __doc__)
     parser.add_argument("--backbone", default="r18", help="network (default: %(default)s)")
     parser.add_argument("--width", type=float, default=1.0, help="its width (default: %(default)s)")

@@ -183,7 +183,6 @@ _NAMES = {"ours": "ours", "plain": "plain, fp32", "reference": "arcface_torch"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and measure; return the exit status."""
     parser = make_parser("face bench train", __doc__)
     count = int_in_range(1)
     parser.add_argument("--backbone", choices=list_backbones(), default="r18", help="network")

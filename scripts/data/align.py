@@ -30,7 +30,6 @@ from utils.text import prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and align; return the exit status."""
     parser = make_parser("face data align", __doc__)
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels; the header is optional")

@@ -21,7 +21,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and convert; return the exit status."""
     parser = make_parser("face data convert_bin", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")

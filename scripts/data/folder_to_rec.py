@@ -30,7 +30,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write the set; return the exit status."""
     parser = make_parser("face data folder_to_rec", __doc__)
     parser.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or a .lst of insightface or im2rec")
     parser.add_argument("out", type=Path, help="folder of the set")

@@ -127,7 +127,6 @@ class Findings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and inspect; return the exit status."""
     parser = make_parser("face data inspect", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")

@@ -26,7 +26,6 @@ from utils.text import prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and merge; return the exit status."""
     parser = make_parser("face data merge", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a folder per identity; list files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new set")

@@ -36,7 +36,6 @@ Pair = tuple[Path, Path, bool]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write the set; return the exit status."""
     parser = make_parser("face data pairs_to_bin", __doc__)
     kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
     lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")

@@ -40,7 +40,6 @@ class Fault(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and mend; return the exit status."""
     parser = make_parser("face data repair", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("--out", type=Path, help="folder for a copy of the sound images; decodes every image")

@@ -24,7 +24,6 @@ _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and draw; return the exit status."""
     parser = make_parser("face data show_augmentation", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="PNG file")

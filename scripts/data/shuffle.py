@@ -22,7 +22,6 @@ _AHEAD = 4096  # images that are prefetched at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and copy; return the exit status."""
     parser = make_parser("face data shuffle", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")

@@ -25,7 +25,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and split; return the exit status."""
     parser = make_parser("face data split", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")

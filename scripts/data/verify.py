@@ -30,7 +30,6 @@ _SHOWN = 20  # bad images that are printed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and verify; return the exit status."""
     parser = make_parser("face data verify", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="training sets; .bin, .safetensors or .csv files of pairs")
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")

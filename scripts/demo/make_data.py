@@ -59,7 +59,6 @@ class DrawnPicture(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and draw; return the exit status."""
     parser = make_parser("face demo_data", __doc__)
     parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to create")
     parser.add_argument("--identities", type=int, default=500, help="people in the training set")

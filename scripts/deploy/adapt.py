@@ -30,7 +30,6 @@ from utils.text import markdown_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and fit; return the exit status."""
     parser = make_parser("face adapt", __doc__)
     parser.add_argument("old", type=Path, help="network of the galleries, or table")
     parser.add_argument("new", type=Path, help="network that replaces it, or table")

@@ -23,7 +23,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write the card; return the exit status."""
     parser = make_parser("face card", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the card")

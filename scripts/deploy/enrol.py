@@ -25,7 +25,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and enrol; return the exit status."""
     parser = make_parser("face enrol", __doc__)
     parser.add_argument("words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] FOLDER", help="a folder may be a picture")
     add_network_arguments(parser, positional=False)

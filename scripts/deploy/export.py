@@ -27,7 +27,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and export; return the exit status."""
     parser = make_parser("face export", __doc__)
     add_choice_of_network(parser, newest=True)
     parser.add_argument("--to", choices=tuple(SUFFIXES), help="form of the file (default: as the name of FILE ends)")

@@ -26,7 +26,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the command; return the exit status."""
     parser = make_parser("face gallery", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -38,7 +38,6 @@ _PATIENCE = 5.0  # seconds that an enrolment waits for another process; searches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and serve the page; return the exit status."""
     parser = make_parser("face serve", __doc__)
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)

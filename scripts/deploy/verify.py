@@ -31,7 +31,6 @@ DIFFERENT = 3  # exit status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and compare; return the exit status."""
     parser = make_parser("face verify", __doc__)
     add_network_arguments(parser, newest=True)
     parser.add_argument("a", type=Path, help="a picture")

@@ -56,7 +56,6 @@ class Run(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and compare; return the exit status."""
     parser = make_parser("face compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of face eval --report")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/comparison"), help="folder of the comparison")
