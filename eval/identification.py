@@ -120,6 +120,9 @@ class Faces(typing.Protocol):
     def pixels_and_label(self, index: int, size: int) -> tuple[np.ndarray, int]:
         """Return (size, size, 3) uint8 RGB and the label."""
 
+    def key(self, index: int) -> str:
+        """Return the name of an image, such as its path."""
+
     def people(self) -> np.ndarray:
         """Return the name of the person on each image, (n,) texts."""
 
@@ -127,7 +130,8 @@ class Faces(typing.Protocol):
         """Return hashes and counts by name."""
 
 
-OpenFaces = Callable[[Path], Faces]
+OpenFaces = Callable[..., Faces]  # of a path; with loose=True pictures in the folder itself count, too
+_TINYFACE = ("Gallery_Match", "Gallery_Distractor", "Probe")
 
 
 class Identification(Protocol[Rates]):
@@ -135,26 +139,35 @@ class Identification(Protocol[Rates]):
 
     Args:
         folder: has the probes in what begins with `probes`, and the known people in all that begins with `gallery`: lists,
-            sets, or folders of people.
+            sets, or folders of people. Or it is TinyFace's Testing_Set (Cheng et al., ACCV 2018) with aligned pictures
+            PERSON_NUMBER.jpg, and each distractor is another person.
     """
 
     def __init__(self, folder: Path, open_faces: OpenFaces) -> None:
+        self.name, self.path = folder.resolve().name, str(folder)
+        if all((folder / name).is_dir() for name in _TINYFACE):
+            self._sets = [open_faces(folder / name, loose=True) for name in _TINYFACE]
+            keys = [[faces.key(index) for index in range(faces.num_stored)] for faces in self._sets]
+            persons = [[Path(key).name.partition("_")[0] for key in names] for names in keys]
+            self._people = [np.array(names) for names in (persons[0], keys[1], persons[2])]
+            return
         galleries = sorted(folder.glob("gallery*"))
         probes = sorted(folder.glob("probes*"))
         if not galleries or len(probes) != 1:
             raise ValueError(
-                f"{folder} must hold gallery and probes, each a list 'path label' (gallery.txt), a set, or a folder of people; "
-                f"it has {len(galleries)} whose names begin with gallery and {len(probes)} with probes (one is right)"
+                f"{folder} must hold gallery and probes, each a list 'path label' (gallery.txt), a set, or a folder of people, "
+                f"or TinyFace's {', '.join(_TINYFACE)}; it has {len(galleries)} whose names begin with gallery and "
+                f"{len(probes)} with probes (one is right)"
             )
-        self.name, self.path = folder.resolve().name, str(folder)
         self._sets = [open_faces(path) for path in (*galleries, *probes)]
+        self._people = [faces.people() for faces in self._sets]
 
     def fingerprint(self) -> dict[str, Any]:
         whose = [*(f"gallery {number}" for number in range(1, len(self._sets))), "the probes"]
         found: dict[str, Any] = {}
-        for who, faces in zip(whose, self._sets, strict=True):
+        for who, faces, names in zip(whose, self._sets, self._people, strict=True):
             found |= {f"{what} of {who}": value for what, value in faces.fingerprint().items()}
-            people = "\0".join(faces.people().tolist())
+            people = "\0".join(names.tolist())
             found[f"hash of the people of {who}"] = digest([people.encode("utf-8", "surrogateescape")])
         return found
 
@@ -176,7 +189,7 @@ class Identification(Protocol[Rates]):
         return sums / np.where(norms == 0, 1, norms)
 
     def _rates(self, vectors: Sequence[np.ndarray], embed: Embed) -> Rates:
-        names = np.concatenate([faces.people() for faces in self._sets]).tolist()
+        names = np.concatenate(self._people).tolist()
         number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
         people = np.array([number_of[name] for name in names])
         known = sum(map(len, vectors[:-1]))

@@ -230,6 +230,35 @@ def test_pictures_of_the_gallery_find_themselves_and_strangers_are_counted(tmp_p
     assert found["rank_1"] == 1.0 and found["tpir_at_fpir_0.1"] is None
 
 
+def test_the_folders_of_tinyface_are_searched_by_the_names_of_pictures(tmp_path: Path, weights: Path):
+    """Ranks are those of a slow search, in which each distractor is somebody else."""
+    pictures = {
+        "Gallery_Match": ["7_1", "7_2", "12_1", "30_4"],
+        "Gallery_Distractor": ["0_3_a", "0_3_b", "7_9_x", "plain", "12"],
+        "Probe": ["7_3", "12_2", "30_1", "30_2"],
+    }
+    files = {f"Testing_Set/{side}/{name}.jpg": number for number, (side, name) in enumerate(
+        (side, name) for side, names in pictures.items() for name in names)}  # fmt: skip
+    for path, number in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(jpeg(picture(number)))
+    found = _results(weights, f"identify:{tmp_path / 'Testing_Set'}", tmp_path / "report")
+    assert (found["gallery_images"], found["gallery_people"]) == (9, 8)
+    assert (found["probes_with_mate"], found["probes_without"]) == (4, 0)
+    images = [jpeg(picture(number)) for number in range(len(files))]
+    pairs = PairSet("all", images, np.arange(13), np.arange(13), np.ones(13, bool))
+    vectors = fuse_views(*embed_images(_network(weights, backbone="r18").eval(), pairs.decode, 13, ALONE))
+    ranks = []
+    for probe, person in zip(range(9, 13), ("7", "12", "30", "30"), strict=True):
+        own = [number for number, name in enumerate(pictures["Gallery_Match"]) if name.split("_")[0] == person]
+        best = max(float(vectors[probe] @ vectors[number]) for number in own)
+        others = {"7": [0, 1], "12": [2], "30": [3]}
+        others |= {f"distractor {number}": [number] for number in range(4, 9)}
+        del others[person]
+        ranks.append(1 + sum(max(float(vectors[probe] @ vectors[n]) for n in own) > best for own in others.values()))
+    assert [found[f"rank_{k}"] for k in (1, 5)] == [np.mean([rank <= k for rank in ranks]) for k in (1, 5)]
+
+
 # ---- the benchmark's rival
 
 
