@@ -17,7 +17,7 @@ from utils.text import one_line, pip_install
 
 FORMS = (".parquet", ".npy")
 _LENGTH_ERROR = 1e-3  # of a vector of length 1, as float16 leaves it
-_QUALITIES = ("padding", "score")
+_QUALITIES = ("padding", "score", "ser_fiq")
 _BLOCK = 1 << 25  # numbers of vectors that are checked at once
 _EXPANSION, _SPARE = 10, 1 << 26  # a .parquet may take so many times its size in memory, and bytes more
 
@@ -49,7 +49,9 @@ class Faces(NamedTuple):
     norms: np.ndarray  # (n,) float64, of the embeddings before they were scaled to length 1; NaN = not known
     vectors: np.ndarray  # (n, D) float32, of length 1, read-only; of a .npy it is a memory map
     facts: dict[str, str]  # of a .parquet: network, digest, image_size
-    qualities: Mapping[str, np.ndarray] = MappingProxyType({})  # (n,) float64: padding and score, if there; NaN = not known
+    qualities: Mapping[str, np.ndarray] = MappingProxyType(
+        {}
+    )  # (n,) float64: padding, score, ser_fiq, if there; NaN = not known
 
     def labels(self) -> tuple[np.ndarray, list[str]]:
         """Return the number of each face's person, (n,) int64, and the names of the people, sorted.

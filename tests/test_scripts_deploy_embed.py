@@ -131,13 +131,45 @@ def test_vectors_are_those_of_the_plain_forward_pass(
     assert sorted(_files(tmp_path / "f.npy")) == ["f.csv", "f.npy", "f.npy.rejected.csv"]
 
 
+@pytest.mark.numeric
+def test_ser_fiq_is_the_formula_of_its_paper(weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Terhoerst et al., equation 1, in loops over masks and pairs; and the column reaches `face quality`."""
+    assert _run(weights, crops, tmp_path / "plain.npy") == 0
+    assert _run(weights, crops, tmp_path / "f.parquet", "--ser-fiq", "--processes", 1) == 0
+    faces, model = read_table(tmp_path / "f.parquet"), _network().double()
+    assert np.abs(faces.vectors - np.load(tmp_path / "plain.npy")).max() < 1e-5  # more rows in the last products
+    (dropout,) = (module for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    size = next(layer for layer in reversed(list(model.modules())) if isinstance(layer, torch.nn.Linear)).in_features
+    halves = torch.rand(100, size, generator=torch.Generator().manual_seed(0)) < 0.5
+    masks = iter(halves.repeat(6, 1))
+    dropout.register_forward_hook(lambda module, inputs, x: x * next(masks) / 0.5)
+    assert len(torch.unique(halves, dim=0)) == 100 and abs(halves.double().mean() - 0.5) < 0.01
+    for name, found in list(zip(faces.names, faces.qualities["ser_fiq"].tolist(), strict=True))[:3]:
+        number = 99 if name == "alone.png" else int(Path(name).stem)
+        image = (torch.from_numpy(_pixels(number)).permute(2, 0, 1)[None].double() - 127.5) / 127.5
+        expected = []
+        for view in (image, image.flip(3)):
+            with torch.inference_mode():
+                passes = [model(view)[0] for _ in range(100)]
+            unit = [one / one.norm() for one in passes]
+            total = sum(float((unit[a] - unit[b]).norm()) for a in range(100) for b in range(a + 1, 100))
+            expected.append(2 / (1 + np.exp(2 / 100**2 * total)))
+        assert found == pytest.approx(np.mean(expected), rel=1e-4)
+    assert len(set(faces.qualities["ser_fiq"].tolist())) > 20
+    with open(tmp_path / "plain.csv", newline="") as file:
+        assert {row["ser_fiq"] for row in csv.DictReader(file)} == {""}
+    onnx = write_onnx(tmp_path / "n.onnx", MEAN_COLOUR, 3, SIZE)
+    assert _run(Path(onnx), crops, tmp_path / "g.npy", "--ser-fiq", flags=["--device=cpu"]) == 1
+    assert "--ser-fiq needs a network with a layer of dropout" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("group", [8192, 4])
 def test_parquet_has_the_same_rows(weights: Path, crops: Path, tmp_path: Path, group: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embed_table, "_ROW_GROUP", group)
     assert _run(weights, crops, tmp_path / "f.npy") == 0
     assert _run(weights, crops, tmp_path / "g.parquet") == 0
     table = pyarrow.parquet.read_table(tmp_path / "g.parquet")
-    assert table.column_names == ["name", "face", "person", "norm", "padding", "score", "embedding"]
+    assert table.column_names == ["name", "face", "person", "norm", "padding", "score", "ser_fiq", "embedding"]
     rows = _rows(tmp_path / "f.csv")
     for name in ("name", "person"):
         assert table[name].to_pylist() == [row[name] for row in rows]

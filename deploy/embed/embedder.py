@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from backbones import build_backbone
 from eval.embed import EmbedSettings, embed_images
@@ -21,6 +22,7 @@ from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16, slow_pr
 
 _CPU_BATCH = 2  # crops; an r50 takes as long for each of 8 (0.34 s of a core), and a single crop costs two
 _CPU_STEP = 16  # crops; 7 s of a core with an r50, and 2 s of it with an r18
+_PASSES = 100  # of SER-FIQ
 
 
 class Embedder:
@@ -34,18 +36,25 @@ class Embedder:
         config: of the run, or {}.
         device: where it runs.
         step: crops to embed at once, so that a person sees a progress bar move.
+
+    Args:
+        rated: measure the SER-FIQ quality of each crop, too.
     """
 
-    def __init__(self, network: Network, device: torch.device, batch_size: int, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, network: Network, device: torch.device, batch_size: int, autocast: torch.dtype | None, rated: bool = False
+    ) -> None:
         self.title, self.image_size, self.config = network.title, network.image_size, network.config
         self.public_title = network._replace(name=Path(network.run or network.name).absolute().name).title
         self.digest, self.device = network.identity, device
-        self._model = network.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = RatedNetwork(network.model) if rated else network.model
+        self._model, self._rated = model.to(device, memory_format=torch.channels_last), rated  # type: ignore[call-overload]
         self._world, self._autocast = World(0, 1, 0, 1, device), autocast
         self._batch, self.step = _CPU_BATCH, min(batch_size, _CPU_STEP)
         if device.type == "cuda":
             self._batch = self.step = batch_size
-        self.embedding_size = self._run(np.zeros((1, self.image_size, self.image_size, 3), dtype=np.uint8)).shape[1]
+        black = np.zeros((1, self.image_size, self.image_size, 3), dtype=np.uint8)
+        self.embedding_size = self._run(black).shape[1] - rated
 
     def embed(self, crops: np.ndarray) -> np.ndarray:
         """Return the raw sums of plain and mirrored embeddings (n, D) float32 of crops (n, S, S, 3) uint8 RGB.
@@ -55,10 +64,16 @@ class Embedder:
         Raises:
             ValueError: the network is a file that fails, or returns no embeddings.
         """
+        return self.rate(crops)[0]
+
+    def rate(self, crops: np.ndarray) -> tuple[np.ndarray, list[float | None]]:
+        """Return `embed` of crops and the quality of each, the mean of it and its mirror image; None if not `rated`."""
         size = self.image_size
         if crops.shape[1:] != (size, size, 3) or crops.dtype != np.uint8:
             raise ValueError(f"crops must be (n, {size}, {size}, 3) uint8, got {crops.shape} {crops.dtype}")
-        return self._run(crops) if len(crops) else np.zeros((0, self.embedding_size), dtype=np.float32)
+        found = self._run(crops) if len(crops) else np.zeros((0, self.embedding_size + self._rated), dtype=np.float32)
+        qualities = (found[:, -1] / 2).tolist() if self._rated else [None] * len(crops)
+        return found[:, : self.embedding_size], qualities
 
     def _run(self, crops: np.ndarray) -> np.ndarray:
         black = np.zeros_like(crops[0])
@@ -69,6 +84,38 @@ class Embedder:
 
         settings = EmbedSettings(self._batch, self._autocast, threads=1, image_size=self.image_size)
         return embed_images(self._model, decode, padded, self._world, settings, summed=True)[0, : len(crops)]
+
+
+class RatedNetwork(nn.Module):
+    """A network whose embeddings have one more number, the SER-FIQ quality of their image.
+
+    The layers from the network's dropout on see 100 copies of their input, each with another half of it set to 0. The less the
+    unit embeddings of the copies differ, the better the image: the quality is 2 sigmoid(-d), d the mean of the Euclidean
+    distances between all of them (Terhoerst et al., "SER-FIQ", CVPR 2020, https://arxiv.org/abs/2003.09373, equation 1).
+    All images have the same halves.
+
+    Raises:
+        ValueError: the network has no dropout.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+        if not layers:
+            raise ValueError("--ser-fiq needs a network with a layer of dropout: a run or a file of weights, none of a program")
+        layers[-1].register_forward_hook(self._add_copies)
+
+    def _add_copies(self, module: nn.Module, inputs: tuple[Tensor], x: Tensor) -> Tensor:
+        halves = torch.rand(_PASSES, *x.shape[1:], generator=torch.Generator().manual_seed(0)) < 0.5
+        return torch.cat([x, (x[:, None] * (2 * halves).to(x)).flatten(0, 1)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return (b, D + 1) float32."""
+        found, count = self.model(images).float(), len(images)
+        copies = nn.functional.normalize(found[count:]).unflatten(0, (count, _PASSES))
+        distances = torch.cdist(copies, copies, compute_mode="donot_use_mm_for_euclid_dist").mean((1, 2))
+        return torch.cat([found[:count], 2 * torch.sigmoid(-distances)[:, None]], dim=1)
 
 
 def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
@@ -85,4 +132,5 @@ def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
     precision = choose_precision(options.precision, is_fast_in_bf16(device))
     for line in slow_precision("--precision ", precision, device) if parent_process() is None else ():  # said once
         print(f"warning: {line}", file=sys.stderr)
-    return Embedder(load_network(options, build_backbone), device, options.batch_size, AUTOCAST[precision])
+    network, rated = load_network(options, build_backbone), getattr(options, "ser_fiq", False)
+    return Embedder(network, device, options.batch_size, AUTOCAST[precision], rated)

@@ -50,6 +50,7 @@ class Row(NamedTuple):
     norm: float  # of the raw embedding
     padding: float
     score: float | None  # of the detector
+    ser_fiq: float | None
 
 
 class Part(NamedTuple):
@@ -78,6 +79,7 @@ class Plan:
             "device": embedder.device.type,
             "detector": onnx_hash(options.detector) if options.detector else None,
             **{name.replace("_", " "): value for name, value in detection.items()},
+            **({"quality": "ser_fiq"} if options.ser_fiq else {}),
             "list of pictures": source.digest,
             "number of pictures in a part": self._pictures,
         }
@@ -109,13 +111,14 @@ def embed_part(
         return reader(name, detector, embedder.image_size, options.which)
 
     def embed(crops: list[Crop]) -> None:
-        sums = embedder.embed(np.stack([crop.pixels for crop in crops])).astype(np.float64)
+        raw, qualities = embedder.rate(np.stack([crop.pixels for crop in crops]))
+        sums = raw.astype(np.float64)
         norms = np.sqrt((sums**2).sum(axis=1))
         good = np.isfinite(norms) & (norms > 0)
-        for crop, norm, is_good in zip(crops, norms.tolist(), good, strict=True):
+        for crop, norm, quality, is_good in zip(crops, norms.tolist(), qualities, good, strict=True):
             if is_good:
                 score = None if crop.face is None else crop.face.score
-                rows.append(Row(crop.name, crop.number, float(np.float32(norm)), crop.padding, score))
+                rows.append(Row(crop.name, crop.number, float(np.float32(norm)), crop.padding, score, quality))
             else:
                 rejected.append(Rejected(crop.name, f"the network has no finite embedding of face {crop.number}"))
         vectors.append((sums[good] / norms[good, None]).astype(np.float32))

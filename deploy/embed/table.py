@@ -17,7 +17,7 @@ from .embedder import Embedder
 from .parts import Part, Parts, Plan, Row
 
 _ROW_GROUP = 8192  # faces that a .parquet file stores together; readers skip or read whole groups
-_COLUMNS = ("name", "face", "person", "norm", "padding", "score")
+_COLUMNS = ("name", "face", "person", "norm", "padding", "score", "ser_fiq")
 
 
 def check_form(out: Path) -> None:
@@ -78,21 +78,21 @@ def _all(plan: Plan, parts: Parts) -> Iterator[Part]:
 
 
 def _cells(row: Row, person: str) -> tuple[object, ...]:
-    score = "" if row.score is None else f"{row.score:.4f}"
-    return row.name, row.face, person, f"{row.norm:.6g}", f"{row.padding:.4f}", score
+    score, ser_fiq = ("" if value is None else f"{value:.{digits}f}" for value, digits in ((row.score, 4), (row.ser_fiq, 6)))
+    return row.name, row.face, person, f"{row.norm:.6g}", f"{row.padding:.4f}", score, ser_fiq
 
 
 def _write_parquet(
     file: NewFile, parts: Iterator[Part], people: dict[str, str], embedding_size: int, facts: dict[str, str]
 ) -> None:
     arrow = pyarrow()
-    kinds = (arrow.string(), arrow.int32(), arrow.string(), arrow.float32(), arrow.float32(), arrow.float32())
+    kinds = (arrow.string(), arrow.int32(), arrow.string(), *[arrow.float32()] * 4)
     fields = [arrow.field(name, kind) for name, kind in zip(_COLUMNS, kinds, strict=True)]
     fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), embedding_size)))
     schema = arrow.schema(fields, metadata=facts)
     with pyarrow(".parquet").ParquetWriter(_Sink(file), schema) as writer:
         for part in _joined(parts):
-            rows = [(row.name, row.face, people[row.name], row.norm, row.padding, row.score) for row in part.rows]
+            rows = [(row.name, row.face, people[row.name], *row[2:]) for row in part.rows]
             columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
             vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), embedding_size)
             writer.write_table(arrow.table([*columns, vectors], schema=schema))

@@ -2,9 +2,9 @@
 
 TABLE is a table of `face embed` of labelled pictures. For each measure, genuine comparisons of the lowest quality are
 discarded, and FNMR is drawn over their share (error versus discard, ISO/IEC 29794-1), at the threshold that gives --far over
-all impostor pairs. A measure is norm, padding or score of TABLE, or a column of a .csv in --from, joined by its column name (of
-pictures), or of OFIQ's table.csv. DIR then has report.html, quality.png, results.json and results.csv; printed are gates for
-`face enrol`. Counted pairs are kept in DIR/unfinished; start the same command again to go on after a kill.
+all impostor pairs. A measure is norm, padding, score or ser_fiq of TABLE, or a column of a .csv in --from, joined by its
+column name (of pictures), or of OFIQ's table.csv. DIR then has report.html, quality.png, results.json and results.csv; printed
+are gates for `face enrol`. Counted pairs are kept in DIR/unfinished; start the same command again to go on after a kill.
 
 Example: face quality features.npy --columns norm UnifiedQualityScore --from ofiq.csv --out quality
 """
@@ -29,7 +29,6 @@ from utils.text import did_you_mean, one_line, plain_table, prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and compare; return the exit status."""
     parser = make_parser("face quality", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--columns", nargs="+", default=["norm"], metavar="NAME", help="measures to compare")

@@ -5,8 +5,8 @@ sum of the network's embeddings of the face and its mirror image, divided by its
 network's size, or photographs with --detector. --out decides the form:
 
 features.parquet   a row for each face: name, face (its number in the picture), person (the first folder of the name), norm,
-                   padding (share of the crop outside the picture), score (of the detector), embedding; needs pyarrow.
-                   In a training set, the name is the index of the image, the person its label
+                   padding (share of the crop outside the picture), score (of the detector), ser_fiq (with --ser-fiq),
+                   embedding; needs pyarrow. In a training set, the name is the index of the image, the person its label
 features.npy       the vectors, (faces, D) float32, and features.csv with the other columns in the same order
 
 OUT.rejected.csv lists pictures without a face or a vector, with the reason. A low norm is a sign of a poor picture.
@@ -40,13 +40,14 @@ from utils.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and embed; return the exit status."""
     parser = make_parser("face embed", __doc__)
     add_network_arguments(parser)
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders, or a training set")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"file to write: {' or '.join(FORMS)}")
     add_detector_arguments(parser)
     add_which_argument(parser)
+    what = "measure quality by how little dropout changes an embedding, for `face quality`; takes more memory"
+    parser.add_argument("--ser-fiq", action="store_true", help=what)
     parser.add_argument(
         "--processes",
         type=int_in_range(1, 1024),
