@@ -202,8 +202,8 @@ def find_overlap(found: Found, test: Faces) -> list[Overlap]:
 def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[int, int, float, float]]:
     """Return (row, row, cosine, probability) of the pairs of centres that are one person, the nearest first.
 
-    Nearly all pairs are of two people. The tail of their cosines is continued as an exponential, and the pairs are accepted by
-    Benjamini and Hochberg's rule (1995): the largest k for which at most 1 - _SURE of the k nearest are expected by chance.
+    Nearly all pairs are of two people. The tail of -log(1 - cosine^2) is continued as an exponential, as it is for random
+    directions.
 
     Args:
         one, other: (a, D) and (b, D) float32 of length 1; None pairs `one` with itself, each pair once.
@@ -217,12 +217,12 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
     for rows in _blocks(sampled, len(right)):
         cosines = one[rows] @ right.T
         counts += histogram(cosines if other is not None else cosines[rows[:, None] != np.arange(len(right))])
-    share = min(0.1, max(1e-3, 20 / total))
+    most = len(one) / 2 if other is None else min(len(one), len(right))  # that may be one person; less than half of the tail
+    share = min(0.1, max(1e-3, 20 / total, 2 * most / total))
     above = np.cumsum(counts[::-1])[::-1] / counts.sum()
-    far, near = (int(np.flatnonzero(above >= part)[-1]) * 2 / BINS - 1 for part in (5 * share, share))
-    rate = np.log(5) / max(near - far, 2 / BINS)
-    # pairs below this cosine cannot pass unless a twentieth of all identities are there twice
-    floor = near + np.log(total * share / max(50, len(one) / 20)) / rate
+    far, near = (_bent(int(np.flatnonzero(above >= part)[-1]) * 2 / BINS - 1) for part in (2 * share, share))
+    rate = _tail_rate(far, near, share * min(total, counts.sum()))
+    floor = np.sqrt(1 - np.exp(-near - np.log(total * share / (2 * most)) / rate))  # more do not pass than may be there
     found: list[tuple[float, int, int]] = []
     for rows in progress(list(_blocks(np.arange(len(one)), len(right))), None, "comparing centres", "block"):
         cosines = one[rows] @ right.T
@@ -231,9 +231,31 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
         a, b = np.nonzero(cosines > floor)
         found += zip(cosines[a, b].tolist(), rows[a].tolist(), b.tolist(), strict=True)
     found.sort(reverse=True)
-    chance = [total * share * float(np.exp(-rate * (cosine - near))) / k for k, (cosine, _, _) in enumerate(found, 1)]
-    least = np.minimum.accumulate(chance[::-1])[::-1].tolist()  # of all lists with the pair: the rule, and its q-value
-    return [(a, b, cosine, 1 - wrong) for (cosine, a, b), wrong in zip(found, least, strict=True) if wrong <= 1 - _SURE]
+    beyond = _beyond_chance([_bent(cosine) for cosine, _, _ in found], share * total, near, rate)
+    return [(a, b, cosine, sure) for (cosine, a, b), sure in zip(found, beyond, strict=False)]
+
+
+def _bent(cosine: float) -> float:
+    return float(-np.log1p(-(min(max(cosine, 0.0), 1 - 1e-7) ** 2)))
+
+
+def _tail_rate(far: float, near: float, count: float) -> float:
+    """Return the rate of an exponential tail, as low as it is with 95 %: 2 `count` values exceed far, half of them near.
+
+    The standard error of the rate, relative to it, is 1 / root of `count`.
+    """
+    return float(np.log(2) / max(near - far, 2 / BINS) * max(0.1, 1 - 1.645 / np.sqrt(count)))
+
+
+def _beyond_chance(values: list[float], expected: float, near: float, rate: float) -> list[float]:
+    """Return the probabilities of those of the values, the largest first, that chance does not explain.
+
+    By chance `expected` values exceed `near`, with an exponential tail. By Benjamini and Hochberg's rule (1995), the k largest
+    are taken, for the largest k for which at most 1 - _SURE of them are expected.
+    """
+    chance = [expected * float(np.exp(-rate * (value - near))) / k for k, value in enumerate(values, 1)]
+    least = np.minimum.accumulate(chance[::-1])[::-1]  # of all lists with the value
+    return [1 - wrong for wrong in least.tolist() if wrong <= 1 - _SURE]
 
 
 class _Near(NamedTuple):
@@ -289,16 +311,60 @@ def _impostor_leads(
     return under, first
 
 
-def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float) -> list[tuple[int, np.ndarray, float]]:
-    """Return the groups of wrong images of an identity that are one other person without an identity of its own.
+def _halves(vectors: np.ndarray, keys: np.ndarray, found: Found) -> list[tuple[int, np.ndarray, float]]:
+    """Return the smaller halves of identities whose centre is that of two people: images (m,) that are not wrong.
 
-    By chance, one of k images has s - 1 or more neighbours with a probability of at most k (k - 1 over s - 1) FAR^(s - 1). All
-    identities are tested, so this is multiplied by their number; as logarithms, since the binomial may exceed any float.
+    The images are parted by two means. Those of one person agree across the halves nearly as within them: minus the logarithm
+    of the ratio of the mean cosines has an exponential tail, and what is beyond it has two people. Halves below a third of the
+    images are left out; the images of a second person who has fewer are far from the centre.
     """
-    rest = found.wrong[found.other_sure < 0.5]
+    right = np.ones(len(keys), dtype=bool)
+    right[found.wrong] = False
+    order = np.flatnonzero(right & (found.centres.size > 0)[found.labels])
+    order = order[np.lexsort((keys[order], found.labels[order]))]
+    parted: list[tuple[float, int, np.ndarray]] = []
+    for rows in progress(np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1), None, "parting", "identity"):
+        x = vectors[rows[:_MOST]]
+        likeness = x @ x.T
+        ends = np.unravel_index(likeness.argmin(), likeness.shape)
+        second = likeness[ends[0]] < likeness[ends[1]]
+        for _ in range(_ROUNDS):
+            one, other = (x[second == side].sum(axis=0) for side in (False, True))
+            second = x @ one * np.linalg.norm(other) < x @ other * np.linalg.norm(one)
+        second ^= 2 * np.count_nonzero(second) > len(x)  # the smaller one
+        if np.count_nonzero(second) < max(SMALLEST, len(x) / 3):
+            continue
+        within = 1.0
+        for side in (second, ~second):
+            size = np.count_nonzero(side)
+            within *= max(1e-3, (likeness[np.ix_(side, side)].sum() - size) / (size * (size - 1)))
+        ratio = likeness[np.ix_(second, ~second)].mean() / within**0.5
+        parted.append((-log(max(1e-3, ratio)), int(found.labels[rows[0]]), rows[:_MOST][second]))
+    if len(parted) < FEWEST:
+        return []
+    parted.sort(key=lambda one: -one[0])
+    values, count = [value for value, *_ in parted], 0.25 * len(parted)
+    far, near = np.quantile(values, (0.5, 0.75)).tolist()
+    beyond = _beyond_chance(values, count, near, _tail_rate(far, near, count))
+    return [(identity, rows, sure) for (_, identity, rows), sure in zip(parted, beyond, strict=False)]
+
+
+def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float) -> list[tuple[int, np.ndarray, float]]:
+    """Return the halves of identities that are two people, with wrong images near to them, and groups of wrong images.
+
+    A group is one other person without an identity of its own. By chance, one of k images has s - 1 or more neighbours with a
+    probability of at most k (k - 1 over s - 1) FAR^(s - 1). All identities are tested, so this is multiplied by their number;
+    as logarithms, since the binomial may exceed any float.
+    """
+    rest, splits = found.wrong[found.other_sure < 0.5], []
+    for identity, half, sure in _halves(vectors, keys, found):
+        centre = vectors[half].sum(axis=0)
+        near = vectors[rest] @ centre > found.centres.border.cosine * np.linalg.norm(centre)
+        near &= found.labels[rest] == identity
+        splits.append((identity, np.sort(np.concatenate([half, rest[near]])), sure))
+        rest = rest[~near]
     order = rest[np.lexsort((keys[rest], found.labels[rest]))]
     groups = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)
-    splits = []
     for rows in groups:
         while len(rows) >= SMALLEST:
             group, k = _dominant(vectors, rows, found.pair_border.cosine), len(rows)

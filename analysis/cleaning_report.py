@@ -78,24 +78,23 @@ def write_page(
 ) -> None:
     """Write the page."""
     page = Page(title)
-    border, count = found.border, len(indices)
-    page.facts(
-        (
-            ("images", f"{count:,}, of {len(np.unique(found.labels)):,} people"),
+    facts = [("images", f"{len(indices):,}, of {len(np.unique(found.labels)):,} people")]
+    border, unclear = found.border, (found.lead < 1).any()
+    if unclear:
+        facts += [
             ("estimated share of wrong labels", f"{100 * border.share:.1f} %"),
             ("an image is wrong", f"if its own centre is less than {2 * border.cosine:.3f} nearer than any other, as a cosine"),
-        )
-    )
-    page.table(
-        ("found", "lines of decisions.csv", "why it matters"),
-        [(heading, len(made[kind]), text) for kind, (heading, text) in HEADINGS.items()],
-    )
+        ]
+    page.facts(facts)
+    counts = [(heading, len(made[kind])) for kind, (heading, _) in HEADINGS.items()]
+    page.table(("found", "lines of decisions.csv"), counts)
     page.text(
         "decisions.csv has a line for each image or identity: change or delete those that you disagree with. "
         "face data filter SET OUT --decisions decisions.csv then makes a set without these errors.",
         note=True,
     )
-    page.picture(_figure(found), "how much nearer the own centre of an image is than the nearest other")
+    if unclear:
+        page.picture(_figure(found), "how much nearer the own centre of an image is than the nearest other")
     pictures = _Pictures(dataset, found, indices)
     for kind, (heading, text) in HEADINGS.items():
         # of a person who is split off, one decision

@@ -140,10 +140,10 @@ def _row(row_of: dict[str, int], name: str, group: str) -> int | None:
 
 
 def _by_tens(texts: list[str]) -> list[str]:
-    values = {text for text in texts if text}
+    values = {text for text in texts if text and text.upper() != "NA"}
     if len(values) <= _MOST_NUMBERS or not all(text.isdecimal() for text in values):
         return texts
-    return [f"{int(text) // 10 * 10} to {int(text) // 10 * 10 + 9}" if text else "" for text in texts]
+    return [f"{int(text) // 10 * 10} to {int(text) // 10 * 10 + 9}" if text in values else "" for text in texts]
 
 
 def _numbered(path: Path, column: str, texts: Sequence[str]) -> tuple[np.ndarray, list[str]]:

@@ -1,7 +1,7 @@
 """Writes the rates of groups: results.json, results.csv, pictures, and a page."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from utils.text import label_text, one_line, plain_table
 
 from .groups import Outcome
 from .intervals import MIN_ERRORS, MIN_PEOPLE, differences
+from .pairs_report import EXTREMES, show_extremes
 
 _COLUMNS = (
     "group", "other_group", "kind", "people", "pairs", "errors", "rate", "low", "high", "over_geometric_mean",
@@ -131,12 +132,20 @@ def draw_across(outcome: Outcome) -> bytes:
     return png_of(figure)
 
 
-def write_groups(out: Path, title: str, outcome: Outcome, pictures: Sequence[str], facts: Sequence[tuple[str, str]]) -> None:
+def write_groups(
+    out: Path,
+    title: str,
+    outcome: Outcome,
+    pictures: Sequence[str],
+    facts: Sequence[tuple[str, str]],
+    read: Callable[[str], np.ndarray] | None,
+) -> None:
     """Write results.json, results.csv, rates.png, curves.png, across.png and report.html into a folder.
 
     Args:
         pictures: names of the rows.
         facts: for the top of the page.
+        read: of `show_extremes`.
     """
     out.mkdir(parents=True, exist_ok=True)
     rows, found = rates_of(outcome), differences(*outcome.within())
@@ -166,9 +175,5 @@ def write_groups(out: Path, title: str, outcome: Outcome, pictures: Sequence[str
     page.table(_HEAD, table_of(rows, False))
     page.section("Over the threshold")
     page.picture(drawn["curves"], "FMR and FNMR of each group; dotted: the threshold of this page")
-    page.section("Lookalikes")
-    page.text("The most similar pictures of two people. Wrong labels come first here: look at them before you believe a rate.")
-    alike = zip(*(part.tolist() for part in outcome.counts.lookalikes), strict=True)
-    lines = [(f"{cosine:.4f}", *(one_line(pictures[row]) for row in rows)) for cosine, *rows in alike]
-    page.table(("cosine", "picture", "other picture"), lines)
+    show_extremes(page, "lookalikes", EXTREMES["lookalikes"], outcome.counts.lookalikes, pictures, read)
     page.write(out / "report.html")

@@ -24,7 +24,7 @@ _INTERVALS = (
     "The intervals are of the TAR at this threshold, by the variance over people, because pairs share people. The error of the "
     "threshold itself is not in them: a FAR of a few accepted pairs, or of few people, is a guess."
 )
-_EXTREMES = {
+EXTREMES = {
     "lookalikes": "The most similar pictures of two people. Wrong labels come first here: look before you believe a low FAR.",
     "strangers": "The least similar pictures of one person. Wrong labels and pictures without a face come first here.",
 }
@@ -144,15 +144,21 @@ def write_pairs(
         png = draw(counts, rates)
         write_file(out / "pairs.png", png)
         page.picture(png, "ROC curve, and the cosines of genuine and impostor pairs")
-    for kind, meaning in _EXTREMES.items():
-        extremes: Extremes = getattr(counts, kind)
-        page.section(kind.capitalize())
-        page.text(meaning)
-        pairs = zip(extremes.cosines.tolist(), extremes.first.tolist(), extremes.second.tolist(), strict=True)
-        rows = [(f"{cosine:.4f}", *(one_line(faces.names[row]) for row in pair)) for cosine, *pair in pairs]
-        if read is not None and rows:
-            cells = [("  ".join(row), [read(name) for name in row[1:]]) for row in rows]
-            page.picture(sheet(cells, 3, across=min(4, len(cells))), f"{kind}: cosine, and names")
-        page.table(("cosine", "picture", "other picture"), rows)
+    for kind, meaning in EXTREMES.items():
+        show_extremes(page, kind, meaning, getattr(counts, kind), faces.names, read)
     page.write(out / "report.html")
     return rates
+
+
+def show_extremes(
+    page: Page, kind: str, meaning: str, found: Extremes, names: Sequence[str], read: Callable[[str], np.ndarray] | None
+) -> None:
+    """Add a section with the pairs of pictures; `read` returns the pixels of a picture by its name, None = names alone."""
+    page.section(kind.capitalize())
+    page.text(meaning)
+    pairs = zip(*(part.tolist() for part in found), strict=True)
+    rows = [(f"{cosine:.4f}", *(names[row] for row in pair)) for cosine, *pair in pairs]
+    if read is not None and rows:
+        cells = [("  ".join(map(one_line, row)), [read(name) for name in row[1:]]) for row in rows]
+        page.picture(sheet(cells, 3, across=min(4, len(cells))), f"{kind}: cosine, and names")
+    page.table(("cosine", "picture", "other picture"), [tuple(map(one_line, row)) for row in rows])

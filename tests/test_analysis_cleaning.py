@@ -93,6 +93,23 @@ def test_people_with_two_labels_and_labels_with_two_people_are_found():
     )
 
 
+@pytest.mark.parametrize("two", [1, 6])
+def test_a_label_whose_centre_is_that_of_two_people_is_parted(two: int):
+    """As a network that was trained with the label sees them: their images are alike."""
+    rng = np.random.default_rng(two)
+    centres = _unit(rng.normal(size=(PEOPLE, SIZE)))
+    centres[:two] = _unit(0.6 * centres[two : 2 * two] + 0.8 * centres[:two])
+    people = np.repeat(np.arange(PEOPLE), EACH)
+    vectors = _unit(centres[people] + 0.7 * rng.normal(size=(len(people), SIZE)) / np.sqrt(SIZE))
+    labels = np.where(people < two, people + two, people) - two
+    found = clean(vectors, labels)
+    assert sorted(identity for identity, *_ in found.splits) == list(range(two))
+    for identity, rows, sure in found.splits:
+        images = np.flatnonzero(labels == identity)
+        parts = [set(images[people[images] == person].tolist()) for person in (identity, identity + two)]
+        assert sure > 0.95 and max(len(part & set(rows.tolist())) for part in parts) == len(rows) >= EACH - 2
+
+
 def test_a_second_person_among_thousands_of_images_of_one_label_is_found():
     made, rng = planted(0.0, twice=0, two=0), np.random.default_rng(6)
     centres = np.linalg.qr(rng.normal(size=(SIZE, SIZE)))[0][:2]
@@ -185,12 +202,28 @@ def test_pairs_of_centres_are_those_that_chance_does_not_explain(monkeypatch: py
     pairs = near_pairs(many)
     assert {(k, 1440 + k) for k in range(60)} <= {(a, b) for a, b, *_ in pairs}
     assert len(pairs) < 66 and all(0.95 <= sure <= 1 for *_, sure in pairs)
-    # random directions alone: at most a twentieth of all sets may have a pair
-    assert sum(bool(near_pairs(_unit(rng.normal(size=(200, SIZE))))) for _ in range(20)) <= 2
+    # random directions alone: a twentieth of all sets may have a pair
+    assert sum(bool(near_pairs(_unit(rng.normal(size=(200, SIZE))))) for _ in range(100)) <= 10
     other = _unit(centres[[7, 8]] + 0.5 * _unit(rng.normal(size=(2, SIZE))))
     strangers = _unit(rng.normal(size=(50, SIZE)))
     monkeypatch.setattr(cleaning, "_CELLS", 1000)
     assert {(a, b) for a, b, *_ in near_pairs(np.concatenate([strangers, other]), centres)} >= {(50, 7), (51, 8)}
+
+
+@pytest.mark.parametrize("twice", [1, 10, 60])
+def test_pairs_are_found_where_people_are_alike(twice: int):
+    """As in the embeddings of drawn faces: directions of few dimensions, so that cosines of two people reach 0.9 and more."""
+    rng = np.random.default_rng(twice)
+    everybody = rng.normal(size=(430, 12)) @ rng.normal(size=(12, SIZE)) / np.sqrt(12)
+    people, strangers = everybody[:400], _unit(everybody[400:])
+    seen = [_unit(people + 0.1 * rng.normal(size=people.shape)) for _ in range(2)]
+    own = (seen[0] * seen[1]).sum(axis=1)
+    others = seen[0] @ seen[1].T - 2 * np.eye(400)
+    assert others.max() > 0.85 and own.min() > 0.9
+    merged = {(a, b) for a, b, *_ in near_pairs(np.concatenate([seen[0], seen[1][:twice]]))}
+    test = {(a, b) for a, b, *_ in near_pairs(np.concatenate([seen[1][:twice], strangers]), seen[0])}
+    assert {(k, 400 + k) for k in range(twice)} <= merged and len(merged) <= 1.1 * twice + 1
+    assert {(k, k) for k in range(twice)} <= test and len(test) <= 1.1 * twice + 1
 
 
 def test_people_of_a_test_table_are_found_among_the_identities():

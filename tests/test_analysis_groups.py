@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pictures import jpeg, picture
 
 import analysis.groups
 from analysis.groups import Grouped, genuine_cells, impostor_spreads, measure_table
@@ -92,6 +93,13 @@ def test_every_rate_is_that_of_a_loop_over_all_pairs(tmp_path: Path, capsys: pyt
     assert found["pooled"]["fnmr"] == own[2].sum() / own[3].sum()
     assert _rate(found, "fnmr", "c")["low"] > own[2, 1] / own[3, 1]  # the group of noisy pictures was planted
     assert _rate(found, "fmr", "a", "b")["low"] is not None
+    for name in _write(tmp_path, faces):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(jpeg(picture(ord(name[1]))))
+    words = ("--groups", str(tmp_path / "pictures.csv"), "--by", "camera", "--far", "1e-2", "--again")
+    assert _results(tmp_path, *words, "--pictures", str(tmp_path / "set")) == found
+    assert (tmp_path / "out" / "report.html").read_text().count("<img") == 4  # and those who look alike
+    assert _results(tmp_path, *words) == found
     page = (tmp_path / "out" / "report.html").read_text()
     assert all((tmp_path / "out" / f"{name}.png").stat().st_size > 5000 for name in ("rates", "curves", "across"))
     assert "Lookalikes" in page and page.count("<img") == 3 and "too few" in page
@@ -160,8 +168,11 @@ def test_a_report_of_a_list_is_not_replaced_because_a_count_of_pairs_was_stopped
     assert "results.json exists already" in capsys.readouterr().err
 
 
-def test_ages_are_grouped_by_tens(tmp_path: Path):
+def test_ages_are_grouped_by_tens_and_unknown_ones_are_no_group(tmp_path: Path):
     _write(tmp_path, _faces())
+    lines = (tmp_path / "pictures.csv").read_text().splitlines()
+    lines[1], lines[2] = (line.rpartition(",")[0] + "," + age for line, age in zip(lines[1:3], ("NA", ""), strict=True))
+    (tmp_path / "pictures.csv").write_text("\n".join(lines))
     found = _results(tmp_path, "--groups", str(tmp_path / "pictures.csv"), "--by", "age", "--far", "1e-2")
     assert sorted({row["group"] for row in found["rates"]}) == [f"{age} to {age + 9}" for age in range(10, 80, 10)]
 

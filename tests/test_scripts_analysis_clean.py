@@ -95,6 +95,15 @@ def test_a_noisy_set_becomes_a_clean_one(
     assert _run(*words, "--overwrite") == 0
 
 
+def test_the_page_of_a_clean_set_says_that_nothing_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = planted(0.0, twice=0, two=0)
+    centres = np.eye(PEOPLE, SIZE)[made.people] + 0.01 * made.vectors
+    _write(tmp_path, made._replace(vectors=(centres / np.linalg.norm(centres, axis=1, keepdims=True)).astype(np.float32)))
+    assert _run("clean", tmp_path / "set.npy", tmp_path / "set", "--out", tmp_path / "report") == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<img" not in page and "nearer than any other" not in page and len(_lines(tmp_path / "report")) == 0
+
+
 def test_a_second_person_under_a_label_gets_an_identity_and_images_stay_if_nothing_moves(tmp_path: Path):
     made = planted(0.0, twice=0, two=0)
     joined = np.where(made.labels == 10, 20, made.labels)

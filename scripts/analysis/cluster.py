@@ -13,6 +13,7 @@ Example: face cluster new.npy --calibrate lfw.npy --far 1e-4 --out people.csv --
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from utils.cli import int_in_range, make_parser, number_in_range, progress, rate
 from utils.files import shown, write_csv
 from utils.program import run_main
 from utils.text import prefix_errors
+
+_FAR_MORE = 4  # times the faces of a person of --calibrate, which a person here is not likely to have
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +89,12 @@ def run(options: argparse.Namespace) -> None:
         facts = _facts(faces, found, meaning)
         print("\n".join(f"{name:<18}{value}" for name, value in facts))
         print(f"written: {shown(options.out)}")
+        if others is not None and (largest := np.bincount(found.labels).max()) > _FAR_MORE * (known := _largest_person(others)):
+            print(
+                f"warning: the largest cluster has {largest:,} faces, the person of most faces in {shown(options.calibrate)} "
+                f"{known:,}: it may join people. Calibrate with faces like these, or lower --far",
+                file=sys.stderr,
+            )
         if dataset is not None and indices is not None:
             write_page(page, f"Clusters of {shown(options.table)}", found, dataset, indices, facts)
             print(f"report: {shown(page)}")
@@ -99,6 +108,10 @@ def run(options: argparse.Namespace) -> None:
             names = [f"cluster {number}" for number in range(int(found.labels.max()) + 1)]
             copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
         unfinished.unlink()  # last: what is done is kept until all is written
+
+
+def _largest_person(faces: Faces) -> int:
+    return int(np.bincount(faces.labels()[0]).max())
 
 
 def _known(options: argparse.Namespace, faces: Faces) -> Faces | None:

@@ -23,6 +23,7 @@ import xxhash
 from analysis.group_files import read_groups, read_pair_list
 from analysis.groups import Grouped, Outcome, measure_list, measure_table
 from analysis.groups_report import summary, write_groups
+from deploy.embed.source import open_pixels
 from deploy.journal import check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
 from utils.cli import COSINE, RATE, make_parser
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     at.add_argument("--far", type=RATE, help="of all groups together (default: 1e-3)")
     at.add_argument("--threshold", type=COSINE, metavar="COSINE", help="instead: a cosine")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
+    parser.add_argument("--pictures", type=Path, metavar="SET", help="folder or set that was embedded, to show lookalikes")
     parser.add_argument("--again", action="store_true", help="begin anew, although DIR has a report or a part of it")
     return run_main(run, parser.parse_args(arguments))
 
@@ -52,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     check_new(options.out / "results.json", None if options.pairs else unfinished, options.again)
     faces = read_table(options.table)
+    read = None if options.pictures is None else open_pixels(options.pictures)
     far = 1e-3 if options.far is None and options.threshold is None else options.far
     if options.pairs:
         outcome, names, left_out = _of_list(faces, options, far)
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
         ("left out", left_out),
     ]
     print(*(f"{name}: {text}" for name, text in facts), summary(outcome), sep="\n")
-    write_groups(options.out, f"Groups of {options.table.name}", outcome, names, facts)
+    write_groups(options.out, f"Groups of {options.table.name}", outcome, names, facts, read)
     print(f"report: {shown(options.out / 'report.html')}")
 
 
