@@ -38,11 +38,7 @@ class CheckpointedBlock(nn.Module):
 
 
 def set_checkpointing(network: nn.Module) -> None:
-    """Turn on the checkpointing of all blocks of a network.
-
-    Raises:
-        ValueError: it has no blocks that can be checkpointed.
-    """
+    """Turn on the checkpointing of all blocks of a network; ValueError if it has no blocks that can be checkpointed."""
     blocks = [module for module in network.modules() if isinstance(module, CheckpointedBlock)]
     if not blocks:
         raise ValueError("this backbone has no blocks that can be computed again; set it to false")

@@ -86,14 +86,13 @@ class SampleOrder:
         mirrored = np.zeros(len(positions), dtype=bool)
         for epoch in np.unique(epochs).tolist():
             rows = epochs == epoch
-            ordered = self._by_blocks if self.in_blocks else self._full
-            indices[rows] = ordered(positions[rows], epoch)
+            if self.in_blocks:
+                indices[rows] = self._by_blocks(positions[rows], epoch)
+            else:
+                indices[rows] = permute(positions[rows], self.num_images, derive(self.seed, "order", epoch))
             if self.flip:
                 mirrored[rows] = uniform(derive(self.seed, "flip", epoch), positions[rows]) < 0.5
         return Samples(indices if self.epoch_indices is None else self.epoch_indices(indices, epochs), mirrored, stream)
-
-    def _full(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        return permute(positions, self.num_images, derive(self.seed, "order", epoch))
 
     def _by_blocks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """Return the images at these positions of an epoch: mixed within a window of blocks, with the blocks in random order.

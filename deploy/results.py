@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -103,11 +104,7 @@ def read_results_of(path: Path, average: bool, name: str | None = None) -> dict[
 
 
 def parse_results(found: Any) -> dict[str, SetResult]:
-    """Return the results of each set from the contents of a results.json.
-
-    Raises:
-        ValueError: a value that no evaluation writes.
-    """
+    """Return the results of each set from the contents of a results.json; ValueError for what no evaluation writes."""
     if not isinstance(found, dict) or not 0 < len(found) <= _MAX_SETS:
         raise ValueError(f"it must be an object with an entry for each of at most {_MAX_SETS} sets")
     return {name: _set_result(name, numbers) for name, numbers in found.items()}
@@ -189,18 +186,14 @@ def _interval(value: Any, at: str) -> Interval:
     return ends[0], ends[1]
 
 
-def _rate(value: Any, at: str) -> float:
-    return _number(value, 0.0, 1.0, at)
-
-
-def _cosine(value: Any, at: str) -> float:
-    return _number(value, -1.1, 1.1, at)  # rounding, and intervals that are wider than their one value
-
-
-def _number(value: Any, low: float, high: float, at: str) -> float:
+def _number(value: Any, at: str, low: float, high: float) -> float:
     if type(value) not in (int, float) or not low <= value <= high:  # false for nan
         raise ValueError(f"{at} must be a number from {low:g} to {high:g}, got {value!r:.80}")
     return float(value)
+
+
+_rate = partial(_number, low=0.0, high=1.0)
+_cosine = partial(_number, low=-1.1, high=1.1)  # rounding, and intervals that are wider than their one value
 
 
 def _count(value: Any, at: str) -> int:

@@ -253,10 +253,7 @@ def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
 
     A row of zeros stays zero.
     """
-    fused = plain.astype(np.float64) + mirrored
-    norms = row_norms(fused)
-    fused /= np.where(norms == 0.0, 1.0, norms)[:, None]
-    return fused
+    return unit_rows(plain.astype(np.float64) + mirrored)
 
 
 def mean_norm(plain: np.ndarray, mirrored: np.ndarray) -> float:
@@ -362,6 +359,12 @@ def row_norms(embeddings: np.ndarray) -> np.ndarray:
     """Return the (N,) norms of rows (N, D), in float64."""
     rows = embeddings.astype(np.float64, copy=False)
     return np.sqrt(np.einsum("nd,nd->n", rows, rows))
+
+
+def unit_rows(rows: np.ndarray) -> np.ndarray:
+    """Return rows (n, D) as float64 of length 1; zero rows stay zero."""
+    norms = row_norms(rows)
+    return rows.astype(np.float64, copy=False) / np.where(norms == 0, 1, norms)[:, None]
 
 
 def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None:

@@ -51,11 +51,7 @@ MARGINS: dict[str, type[Margin]] = {
 
 
 def margin_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments of the margin of that name, with their defaults.
-
-    Raises:
-        ValueError: no margin has that name.
-    """
+    """Return the arguments of the margin of that name, with their defaults; ValueError if no margin has that name."""
     if name not in MARGINS:
         raise ValueError(f"name must be one of {', '.join(MARGINS)}, got '{name}'.{did_you_mean(name, MARGINS)}")
     own, base = (inspect.signature(margin).parameters for margin in (MARGINS[name], Margin))

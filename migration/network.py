@@ -51,11 +51,7 @@ def _entries(name: str) -> tuple[tuple[str, ...], str, int]:
 
 
 def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
-    """Return the network with this state, loaded with strict=True.
-
-    Raises:
-        ValueError: it is none of this project's networks.
-    """
+    """Return the network with this state, loaded with strict=True; ValueError if it is none of this project's networks."""
     alike: list[tuple[str, float]] = []  # vision transformers of one depth have the same entries, and other widths
     names = [name for name in list_backbones() if not name.startswith(("ghostfacenet_", "edgeface_"))]  # not there
     for name in names:

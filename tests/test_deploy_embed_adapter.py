@@ -10,7 +10,8 @@ import torch
 from rounding import rounding_bound
 
 from deploy.embed import adapter as module
-from deploy.embed.adapter import Pairs, Side, apply, draw_pairs, fit, fit_linear, fit_low_rank, fit_orthogonal, measure, unit
+from deploy.embed.adapter import Pairs, Side, apply, draw_pairs, fit, fit_linear, fit_low_rank, fit_orthogonal, measure
+from eval.verification import unit_rows as unit
 from utils.checkpoint.tensor_file import write_tensors
 
 OLD, NEW = Side("old", "a", 12), Side("new", "b", 12, 112, "/somewhere")

@@ -14,9 +14,10 @@ import pytest
 from gallery_runs import DIM, SIZE, png, write_network, write_people
 
 from deploy import FaceNetwork
-from deploy.embed.adapter import apply, read_adapter, unit
+from deploy.embed.adapter import apply, read_adapter
 from deploy.gallery.adapted import adapted_of, result_for_page
 from deploy.gallery.store import Gallery
+from eval.verification import unit_rows as unit
 from scripts.deploy import adapt, embed, enrol, gallery, search
 
 NAME = "people.gallery"

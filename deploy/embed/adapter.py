@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from eval.verification import FAR_TARGETS, OperatingPoint, bootstrap_intervals, operating_points, row_norms
+from eval.verification import FAR_TARGETS, OperatingPoint, bootstrap_intervals, operating_points, unit_rows
 from utils.checkpoint.tensor_file import read_metadata, read_tensors, write_tensors
 from utils.files import check_file, reading, shown
 
@@ -76,18 +76,12 @@ class Adapter(NamedTuple):
 
 def apply(tensors: Mapping[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
     """Return the unit rows (n, E) float64 that a map makes of rows (n, D); a row without a direction is zero."""
-    rows, t = unit(rows), tensors
+    rows, t = unit_rows(rows), tensors
     found = rows @ t["down"] @ t["up"] if "down" in t else rows @ t["weight"] if "weight" in t else rows
     found = found + t["bias"] if "bias" in t else found
     if "inner" in t:
         found = found + np.maximum(rows @ t["inner"] + t["inner_bias"], 0) @ t["outer"]
-    return unit(found)
-
-
-def unit(rows: np.ndarray) -> np.ndarray:
-    """Return rows (n, D) as float64 of length 1; zero rows stay zero."""
-    norms = row_norms(rows)
-    return rows.astype(np.float64) / np.where(norms == 0, 1, norms)[:, None]
+    return unit_rows(found)
 
 
 def fit_linear(old: np.ndarray, new: np.ndarray, ridge: float = RIDGE) -> Tensors:
@@ -248,11 +242,7 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Return the adapter of a file.
-
-    Raises:
-        ValueError: it is none, or damaged.
-    """
+    """Return the adapter of a file; ValueError if it is none, or damaged."""
     with reading(path):
         check_file(path, _LARGEST)
     text = read_metadata(path).get(_KEY, "")

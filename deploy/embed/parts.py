@@ -93,11 +93,7 @@ class Plan:
 def embed_part(
     options: argparse.Namespace, reader: Reader, embedder: Embedder, detector: Detector | None, names: Sequence[str]
 ) -> Part:
-    """Read and embed some pictures.
-
-    Raises:
-        ValueError: the network fails.
-    """
+    """Read and embed some pictures; ValueError if the network fails."""
     rows: list[Row] = []
     rejected: list[Rejected] = []
     vectors = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]

@@ -40,11 +40,7 @@ class Adapted(NamedTuple):
 
 
 def adapted_of(gallery: Gallery) -> Adapted | None:
-    """Return what an adapted gallery says of its adapter, None for others.
-
-    Raises:
-        ValueError: that is damaged.
-    """
+    """Return what an adapted gallery says of its adapter, None for others; ValueError if that is damaged."""
     _, mark, text = gallery.facts.digest.partition(ADAPTED)
     if not mark:
         return None

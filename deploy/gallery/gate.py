@@ -43,11 +43,7 @@ def add_padding_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def gate_of(options: argparse.Namespace, may_enrol: bool = True) -> Gate:
-    """Return the gate of a command line.
-
-    Raises:
-        ValueError: it is given where nobody may enrol.
-    """
+    """Return the gate of a command line; ValueError if it is given where nobody may enrol."""
     gate = Gate(options.min_norm, options.max_padding)
     if gate != EVERY_FACE and not may_enrol:
         flag = "--min-norm" if gate.min_norm else "--max-padding"

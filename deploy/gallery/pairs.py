@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.embedding_table import read_table
+from eval.verification import unit_rows
 from utils.files import shown
 from utils.text import one_line
 
-from ..embed.adapter import Pairs, Side, unit
+from ..embed.adapter import Pairs, Side
 from ..embed.embedder import open_embedder
 from ..faces.detector import open_detector
 from ..faces.pictures import Rejected
@@ -46,7 +47,7 @@ def read_pairs(options: argparse.Namespace) -> tuple[Pairs, Side, Side]:
     people = np.array([person for person, _, _ in rows[0]])
     if "" in people:
         raise ValueError(f"{common[int(np.argmax(people == ''))][0]}: lies in no sub-folder, whose name would be the person's")
-    first, second = (unit(np.stack([vector for _, vector, _ in side])) for side in rows)
+    first, second = (unit_rows(np.stack([vector for _, vector, _ in side])) for side in rows)
     norms, new_norms = (np.array([norm for _, _, norm in side], dtype=np.float64) for side in rows)
     return Pairs(first, second, people, norms, new_norms), old.network, new.network
 

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 
 from eval.identification import identify
+from eval.verification import unit_rows
 from utils.cli import progress
 from utils.files import check_folder_of, shown, write_file
 from utils.parallel import map_in_order
@@ -244,12 +245,9 @@ def measure(
     FNIR is the share of the queries with an enrolled person that do not find this person first and above the threshold. FPIR is
     the share of the queries without one that find anybody above it.
     """
-    wide = embeddings.astype(np.float64)
-    norms = np.linalg.norm(wide, axis=1, keepdims=True)
-    unit = (wide / np.where(norms > 0, norms, 1)).astype(np.float32)
     number_of = {name: number for number, name in enumerate(searcher.people)}
     owners = np.array([number_of.get(name, -1) for name in people])
-    found = identify(np.concatenate(list(searcher.vectors())), searcher.owner, unit, owners)
+    found = identify(np.concatenate(list(searcher.vectors())), searcher.owner, unit_rows(embeddings).astype(np.float32), owners)
     rates: dict[str, float | int | None] = {
         "queries_of_enrolled_people": found.num_mated,
         "queries_of_others": found.num_unmated,

@@ -97,11 +97,7 @@ class Gallery:
     """
 
     def __init__(self, path: str | Path, patience: float = PATIENCE) -> None:
-        """Open an existing gallery.
-
-        Raises:
-            ValueError: there is none, or it is damaged or hostile.
-        """
+        """Open an existing gallery; ValueError if there is none, or it is damaged or hostile."""
         self.path, self.patience = Path(path), patience
         self._thread = threading.RLock()
         self._searchers: dict[tuple[str, str], tuple[tuple[int, int], Searcher]] = {}
@@ -113,11 +109,7 @@ class Gallery:
 
     @classmethod
     def create(cls, path: str | Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
-        """Make an empty gallery, or open the one that is there.
-
-        Raises:
-            ValueError: another file is there, or a damaged gallery.
-        """
+        """Make an empty gallery, or open the one that is there; ValueError if another file is there, or a damaged gallery."""
         create_database(Path(path), facts)
         return cls(path, patience)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eval.monitor import load_pair_sets
-from eval.verification import row_norms, verify
+from eval.verification import row_norms, unit_rows, verify
 from utils.cli import progress
 from utils.files import shown
 from utils.image import check_size, image_size, to_png
@@ -306,8 +306,7 @@ def score(path: Path, embedder: Embedder) -> SetResult:
     for first in progress(range(0, len(pair_set.images), embedder.step), None, "scoring the set", "batch"):
         numbers = range(first, min(first + embedder.step, len(pair_set.images)))
         rows.append(embedder.embed(np.stack([pair_set.decode(number, embedder.image_size) for number in numbers])))
-    sums = np.concatenate(rows).astype(np.float64)
-    norms = row_norms(sums)
-    unit = sums / np.where(norms == 0, 1, norms)[:, None]
-    result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(norms.mean()))
+    sums = np.concatenate(rows)
+    unit = unit_rows(sums)
+    result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(row_norms(sums).mean()))
     return parse_results({pair_set.name: result.as_json()})[pair_set.name]

@@ -140,11 +140,7 @@ def columns(points: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return set -> numbers of a results.json.
-
-    Raises:
-        ValueError: it was not written by this project.
-    """
+    """Return set -> numbers of a results.json; ValueError if it was not written by this project."""
     try:
         found = json.loads(read_text(path, encoding="utf-8"))
         for numbers in found.values():

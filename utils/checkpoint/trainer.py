@@ -70,11 +70,7 @@ class TrainerState(NamedTuple):
 
 
 def _load_margin(margin: nn.Module, saved: Any) -> None:
-    """Load the statistics of a margin.
-
-    Raises:
-        ValueError: a statistic does not match this margin's; the message names it.
-    """
+    """Load the statistics of a margin; ValueError names a statistic that does not match this margin's."""
     own = margin.state_dict()
     if not isinstance(saved, dict) or set(saved) != set(own):
         found = ", ".join(sorted(map(str, saved))) if isinstance(saved, dict) else type(saved).__name__

@@ -267,7 +267,8 @@ class CheckpointWriter:
 
     def _copy_of(self, states: dict[str, Any]) -> dict[str, Any] | None:
         """Return a copy of this rank's state in host memory, or None without room for it."""
-        if not self._host_copy.has_memory() and not _has_room(states, self.world):
+        room = available_bytes(self.world._replace(device=torch.device("cpu")))
+        if not self._host_copy.has_memory() and 1.1 * host_bytes(states) >= room:  # a tenth to spare
             return None
         try:
             copy: dict[str, Any] = self._host_copy.take(states)
@@ -360,8 +361,3 @@ def _in_words(error: BaseException | None) -> str:
     if error is None or isinstance(error, (OSError, NotFiniteError)):
         return str(error or "")
     return f"{type(error).__name__}: {error}"
-
-
-def _has_room(states: Any, world: World) -> bool:
-    """Return whether the host's free memory holds a copy of what this rank saves, with a tenth to spare."""
-    return 1.1 * host_bytes(states) < available_bytes(world._replace(device=torch.device("cpu")))

@@ -24,6 +24,7 @@ _BEAT = 2.0  # seconds between heartbeats
 _PAUSE = 0.1  # the shortest time between heartbeats when this process moves on, seconds
 _PATIENCE = 10.0  # seconds that the store has to answer where the others are
 _SILENCE = 30.0  # seconds without a sign of life of the next rank, after which it counts as gone
+_LIBRARY = ("<", os.path.dirname(threading.__file__))
 _WORKERS = ("decoder", "reader", "planner")  # prefixes of the names of the loader's threads
 
 
@@ -196,11 +197,8 @@ def _lines_of_code() -> str:
     places = [f"{main.f_code.co_filename}:{main.f_lineno}"]
     for thread in threading.enumerate():
         if thread.name.startswith(_WORKERS) and thread.ident in frames:
-            stack = [entry for entry in traceback.extract_stack(frames[thread.ident]) if not _is_library(entry.filename)]
+            entries = traceback.extract_stack(frames[thread.ident])
+            stack = [one for one in entries if "site-packages" not in one.filename and not one.filename.startswith(_LIBRARY)]
             if stack:
                 places.append(f"{thread.name.split('_')[0]} at {stack[-1].filename}:{stack[-1].lineno}")
     return ", ".join(dict.fromkeys(places))
-
-
-def _is_library(path: str) -> bool:
-    return path.startswith(("<", os.path.dirname(threading.__file__))) or "site-packages" in path
