@@ -21,6 +21,7 @@ from data import augment
 from utils.alignment import TEMPLATE
 from utils.image import IMAGE_SIZE
 from utils.randomness import derive, uniform
+from utils.text import did_you_mean
 
 _MASK = np.array([[22, 66], [56, 58], [90, 66], [92, 88], [76, 111], [56, 116], [36, 111], [20, 88]], dtype=np.int32)
 _BRIDGE, _CHIN = 58, 112  # rows between which a mask lies
@@ -62,7 +63,8 @@ def parse_kinds(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
     for text in texts:
         name, _, given = text.partition("=")
         if name not in KINDS:
-            raise ValueError(f"--kinds: there is no kind {name!r:.80}; there are {', '.join(KINDS)}")
+            close = did_you_mean(name, KINDS)
+            raise ValueError(f"--kinds: there is no kind {name!r:.80}.{close} There are {', '.join(KINDS)}")
         kind = KINDS[name]
         try:
             own = tuple(float(word) for word in given.split(",")) if given else kind.strengths
