@@ -128,6 +128,10 @@ OTHERS = {
 OTHERS["adaface_casia_r50"] = OTHERS["adaface_wf4m_r100"] | {
     "data.num_classes": 10_572, "data.num_images": 490_623, "backbone.name": "r50", "eval.every": 490_623 // (7 * 256)
 }  # fmt: skip
+OTHERS["adaface_wf4m_r50"] = OTHERS["adaface_wf4m_r100"] | {"backbone.name": "r50"}
+OTHERS["adaface_wf12m_r100"] = OTHERS["adaface_wf4m_r100"] | {
+    "data.num_classes": DATA["wf12m"][0], "data.num_images": DATA["wf12m"][1], "eval.every": DATA["wf12m"][1] // (7 * 256)
+}  # fmt: skip
 # theirs that our defaults already have
 SAME = {
     "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-4, "schedule.factor": 0.1, "loss.scale": 64.0,
