@@ -14,7 +14,7 @@ import yaml
 from dense_reference import all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
-from tiny_runs import read_metrics, run_program, tiny_run, write_dataset
+from tiny_runs import face, read_metrics, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -118,6 +118,39 @@ def _one_step(rank: int, world_size: int, accumulation: int) -> None:
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 3), (2, 1), (3, 2)])
 def test_two_heads_train_one_backbone_as_two_dense_ones(run_ranks: Callable[..., None], world_size: int, accumulation: int):
     run_ranks(_one_step, world_size, accumulation)
+
+
+def test_sets_with_a_map_and_a_task_of_one_entry_train_as_one_merged_set(tmp_path: Path):
+    """Two sets whose people have other numbers, joined by a file; the merged set is one list of all images."""
+    people = {"a": [0, 1, 2, 3, 4, 0, 1, 2], "b": [3, 5, 0, 6, 3, 5, 0, 6, 2, 4]}  # person 4 of b is somebody else
+    numbers = {"a": list(range(5)), "b": [5, 3, 1, 4, 0, 2, 6]}  # of each person of b in its list
+    merged, number = [], 0
+    for name, persons in people.items():
+        lines = []
+        for person in persons:
+            (tmp_path / f"{number}.jpg").write_bytes(face(10 * (name == "b" and person == 4) + person, number))
+            lines.append(f"{number}.jpg {numbers[name][person]}")
+            merged.append(f"{number}.jpg {7 if name == 'b' and person == 4 else person}")
+            number += 1
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    maps = [f"0 {label} {label}" for label in range(5)]
+    maps += [f"1 {label} {7 if person == 4 else person}" for person, label in enumerate(numbers["b"])]
+    (tmp_path / "map.txt").write_text("\n".join(maps))
+    (tmp_path / "merged.txt").write_text("\n".join(merged))
+    lists = ", ".join(f"{{source: list, path: {tmp_path}/{name}.txt}}" for name in people)
+    both = ("data.path=", f"data.sources=[{lists}]", f"data.labels={tmp_path}/map.txt")
+    ways = {
+        "merged": ("data.source=list", f"data.path={tmp_path}/merged.txt"),
+        "joined": both,
+        "one": (*both, "tasks=[{name: softmax}]"),
+    }
+    for name, words in ways.items():
+        shared = [f"run.name={name}", "head.sample_rate=0.5", "eval.targets=[]", "train.max_steps=6"]
+        assert train.main(tiny_run(tmp_path, tmp_path, *shared, *words, image_size=48)) == 0
+    ends = [_ends(tmp_path / name, {"softmax": 8}) for name in ways]
+    assert ends[0]["softmax.centres"].shape == (8, 16)
+    for other in ends[1:]:
+        assert ends[0].keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in ends[0].items())
 
 
 DRAWN = "data: {source: synthetic, num_classes: 9, num_images: 30}, loss: {name: arcface}"
