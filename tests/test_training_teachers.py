@@ -27,14 +27,14 @@ from partial_fc.init import CentreSource
 from scripts.deploy import embed
 from training.soft_targets import SoftTargets
 from training.step import LossTerm, backward
-from training.teachers import Teacher, largest_output, read_network
+from training.teachers import Projection, Teacher, largest_output, read_network
 from utils import distributed
 from utils.distributed import World
 from utils.files import write_csv
 from utils.memory import BackboneMemory
 
 SAMPLES, DIM, OTHER = 12, 5, 7  # of the global batch
-KINDS = ("cosine", "mse", "relations")
+KINDS = ("cosine", "mse", "relations", "mapped cosine", "mapped mse")
 
 
 def _data() -> tuple[Tensor, Tensor, Tensor]:
@@ -53,10 +53,20 @@ def _reference(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
     if kind == "cosine":
         return torch.stack([1 - cosine(e, f) for e, f in zip(student, teacher, strict=True)]).mean()
     if kind == "mse":
-        return torch.stack([((e - f) ** 2).sum() / DIM for e, f in zip(student, teacher, strict=True)]).mean()
+        return torch.stack([((e - f) ** 2).sum() / len(f) for e, f in zip(student, teacher, strict=True)]).mean()
     count = range(len(student))
     pairs = [(cosine(student[i], student[j]) - cosine(teacher[i], teacher[j])) ** 2 for i in count for j in count]
     return torch.stack(pairs).mean()
+
+
+def _map(kind: str, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the ridge regression (D, E) of all micro-batches so far, by the normal equations of their weighted rows."""
+    weights = [0.99 ** ((len(seen) - 1 - number) / 2) for number in range(len(seen))]
+    pairs = [[nn.functional.normalize(x) if kind == "mapped cosine" else x for x in pair] for pair in seen]
+    e, f = (np.concatenate([w * pair[k].detach().numpy() for w, pair in zip(weights, pairs, strict=True)]) for k in (0, 1))
+    ridge = 1e-3 * (e**2).sum() / DIM
+    rows = np.concatenate([e, np.sqrt(ridge) * np.eye(DIM)])
+    return torch.from_numpy(np.linalg.lstsq(rows, np.concatenate([f, np.zeros((DIM, OTHER))]), rcond=None)[0])
 
 
 def _layer() -> nn.Linear:
@@ -68,13 +78,19 @@ def _compare(rank: int, world_size: int, accumulation: int) -> None:
     world, share = World(rank, world_size, rank, world_size, torch.device("cpu")), SAMPLES // (world_size * accumulation)
     for kind in KINDS:
         images, near, other = _data()
-        taught = other if kind == "relations" else near
+        taught, mapped = near if kind in ("cosine", "mse") else other, kind.startswith("mapped")
         dense, expected = _layer().double(), torch.zeros((), dtype=torch.float64)
+        seen: list[tuple[Tensor, Tensor]] = []
         for part, answers in zip(images.chunk(accumulation), taught.chunk(accumulation), strict=True):
-            expected = expected + 3 * _reference(kind, dense(part), answers) / accumulation
+            given = dense(part)
+            seen.append((given, answers))
+            if mapped:  # at the best map, which is no variable of the loss
+                given = (nn.functional.normalize(given) if kind == "mapped cosine" else given) @ _map(kind, seen)
+            expected = expected + 3 * _reference(kind.removeprefix("mapped "), given, answers) / accumulation
         expected.backward()
         name = "teacher_relations" if kind == "relations" else "teacher_embedding"
-        teacher = Teacher(nn.Module(), 1, DIM, "", 0, {name: 3.0}, kind == "mse", "")
+        projection = Projection(DIM, OTHER) if mapped else None
+        teacher = Teacher(nn.Module(), 1, DIM, "", 0, {name: 3.0}, kind.endswith("mse"), "", projection=projection)
         layer, found = _layer(), 0.0
         model = distributed.as_data_parallel(layer, world)
         for micro_step in range(accumulation):
@@ -86,6 +102,7 @@ def _compare(rank: int, world_size: int, accumulation: int) -> None:
         gradient, exact = layer.weight.grad, dense.weight.grad
         assert gradient is not None and exact is not None
         bound = rounding_bound(torch.float32, SAMPLES * SAMPLES)  # sums over pairs, of products of sums over a few numbers
+        bound *= 1e3 if mapped else 1  # the condition of the ridge regression is at most 1 / _RIDGE
         assert found == pytest.approx(float(expected.detach()), rel=bound)
         assert float((gradient.double() - exact).norm()) < bound * float(exact.norm())
 
@@ -246,8 +263,11 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
         run = tiny_run(place, tmp_path, *words, f"run.name=once_{count}", image_size=48, batch_size=6)
         assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
         assert _loss(tmp_path / f"once_{count}") == pytest.approx(expected, abs=1e-5)
-    run = functools.partial(tiny_run, place, tmp_path, *FOUR_STEPS, f"teacher.path={table}", image_size=48)
+    # of another size than the student's, whose map is a part of the checkpoint
+    words = [*FOUR_STEPS, f"teacher.path={table}", "backbone.embedding_size=8"]
+    run = functools.partial(tiny_run, place, tmp_path, *words, image_size=48)
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
+    assert "16 numbers per face, after the best linear map of the student's" in ended.stdout
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
     assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
@@ -294,8 +314,6 @@ WRONG = {
     "teacher.path=nowhere teacher.relations=1": "teacher.path: no run folder, checkpoint or weights file at nowhere",
     "teacher.path=OLD teacher.relations=1 teacher.options=--emma": "teacher.path: unrecognized arguments: --emma",
     "teacher.path=OLD teacher.relations=1 teacher.options=--ema": "has no moving average, because the run had train.ema=0",
-    "teacher.path=OLD teacher.embedding=1 backbone.embedding_size=8": "teacher.embedding needs embeddings of "
-    "backbone.embedding_size=8 numbers",
     "teacher.path=OLD teacher.logits=1 head.sub_centers=2": "teacher.logits goes without tasks, teacher.path=average",
     "teacher.path=OLD teacher.logits=1 data.source=synthetic data.num_images=40 data.num_classes=9": "teacher.logits needs a "
     "teacher of the 9 classes of the data, got 12 in",

@@ -48,7 +48,7 @@ from utils.text import first_line, prefix_errors
 from .compatible import COMPATIBLE, fill_old_centres
 from .setup import Setup, naming_task
 from .stages import head_stages, staged_margin
-from .teachers import Teacher, centre_bytes
+from .teachers import PROJECTION, Teacher, centre_bytes
 
 _RECORDED = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -178,17 +178,19 @@ class Model(NamedTuple):
     autocast: torch.dtype | None
     ema: WeightAverage | None = None
     compatible_weight: float = 1.0  # of the loss with the old centres
-    teacher: Teacher | None = None  # which does not change, and is not saved
+    teacher: Teacher | None = None  # which does not change; only its projection is saved
 
     def saved_states(self) -> dict[str, SavedState]:
         """Return all parts of a checkpoint by name; what is added here is saved, and loaded by a run that resumes."""
         margins, ema = {name: head.margin for name, head in self.heads.items()}, self.ema
         updates = None if ema is None else ema.updates
+        projection = None if self.teacher is None else self.teacher.projection
         trainer = TrainerState(self.backbone, margins, self.optimizer, self.scaler, updates)
         return {
             BACKBONE: SavedState(self.backbone.state_dict, self.backbone.load_state_dict),
             TRAINER: SavedState(trainer.state, trainer.load),
             **({} if ema is None else {EMA: SavedState(ema.state, ema.load, ema.begin)}),
+            **({} if projection is None else {PROJECTION: SavedState(projection.state, projection.load)}),
             **{name: SavedState(functools.partial(_shard, head), head.load_rows) for name, head in self.heads.items()},
         }
 

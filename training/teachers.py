@@ -7,7 +7,8 @@ The losses, each a mean over a micro-batch of all ranks, with embeddings e of th
         with cosines; a relational distillation as of Park et al., CVPR 2019)
     logits: soft_targets.py
 
-Shapes: b = images of this rank in one micro-batch, D = embedding size, which only the embedding loss needs equal.
+Shapes: b = images of this rank in one micro-batch, D = embedding size. Where the teacher's is another one, E, the embedding
+loss compares W e with f: see `Projection`.
 """
 
 import shlex
@@ -32,6 +33,7 @@ from partial_fc import HeadConfig, PartialFC
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource, open_centres
 from partial_fc.kernels.plain import auto_chunk
+from utils.checkpoint.trainer import tensor_fault
 from utils.cli import Parser
 from utils.distributed.agreement import digest_tensors
 from utils.memory import BackboneMemory
@@ -41,7 +43,46 @@ from .soft_targets import SoftTargets, bytes_of
 
 AVERAGE = "average"  # of teacher.path: the moving average of the run's own weights
 PREFIX = "teacher_"  # of the names of the losses
+PROJECTION = f"{PREFIX}projection.safetensors"  # in a checkpoint
+_DECAY = 0.99  # of what a projection has seen, for each micro-batch
+_RIDGE = 1e-3  # of the mean of its diagonal
 _SAMPLED = 4096  # vectors of a table that tell it from others, with the norms of all
+
+
+class Projection:
+    """The linear map W (D, E) from the student's embeddings e to a teacher's f of another size, fitted while both are seen.
+
+    W has the least sum of squares of f - W e (ridge regression) over the images of all ranks, in which a micro-batch counts
+    less with each one that follows. With W at its best the gradient with respect to e is that of the least error over all W
+    (variable projection, Golub and Pereyra, SIAM J. Numer. Anal. 1973), so W needs no optimizer.
+
+    Attributes:
+        moments: (D, D + E) float32, the sums of e e^T and e f^T.
+    """
+
+    def __init__(self, dim: int, other: int) -> None:
+        self.moments = torch.zeros(dim, dim + other)
+
+    def __call__(self, student: Tensor, teacher: Tensor, collectives: Collectives) -> Tensor:
+        """Take embeddings (b, D) and (b, E) in; return W e, (b, E). A collective call."""
+        with torch.no_grad():
+            seen = collectives.sum(student.t() @ torch.cat([student, teacher], dim=1))
+            moments = _DECAY * self.moments + seen
+            self.moments = torch.where(moments.isfinite().all(), moments, self.moments)
+            own, both = self.moments.split([student.shape[1], teacher.shape[1]], dim=1)
+            ridge = _RIDGE * own.diagonal().mean() + 1e-12
+            weight, _ = torch.linalg.solve_ex(own + ridge * torch.eye(len(own), device=own.device), both)
+        return student @ weight
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what `load` takes."""
+        return {"moments": self.moments}
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Load a saved state; ValueError if it is of embeddings of other sizes."""
+        if fault := tensor_fault(saved["moments"], tuple(self.moments.shape), torch.float32):
+            raise ValueError(f"moments {fault}")
+        self.moments.copy_(saved["moments"])
 
 
 class Teacher(NamedTuple):
@@ -61,6 +102,7 @@ class Teacher(NamedTuple):
         soft_targets: of that loss; None until the run has its head.
         table: (images of the set, D) float32 in a file, its embeddings of all images as they are stored; None = the network.
         rows: (images of the set,) int64, the row of the table that each image has.
+        projection: for the embedding loss; None = the embeddings have the student's size.
     """
 
     network: nn.Module
@@ -76,6 +118,7 @@ class Teacher(NamedTuple):
     soft_targets: SoftTargets | None = None
     table: np.ndarray | None = None
     rows: np.ndarray | None = None
+    projection: Projection | None = None
 
     def on(self, device: torch.device, average: nn.Module | None, head: PartialFC) -> "Teacher":
         """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
@@ -88,6 +131,8 @@ class Teacher(NamedTuple):
             return self._replace(network=average)
         network = self.network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         targets = None if self.centres is None else SoftTargets(head, self.centres, self.temperature)
+        if self.projection is not None:
+            self.projection.moments = self.projection.moments.to(device)
         return self._replace(network=network, soft_targets=targets)
 
     def beside(self, memory: BackboneMemory, device: torch.device) -> BackboneMemory:
@@ -100,7 +145,8 @@ class Teacher(NamedTuple):
         """Return one line for the log."""
         kinds = {f"{PREFIX}embedding": "mse of the embeddings" if self.mse else "cosine of the embeddings"}
         losses = (f"{weight:g} x {kinds.get(name, name.removeprefix(PREFIX))}" for name, weight in self.losses.items())
-        return f"{self.title}, {self.embedding_size} numbers per face; the loss has {', '.join(losses)}"
+        how = "" if self.projection is None else ", after the best linear map of the student's"
+        return f"{self.title}, {self.embedding_size} numbers per face{how}; the loss has {', '.join(losses)}"
 
     @torch.no_grad()
     def embed(self, parts: Sequence[tuple[Tensor, Tensor]], indices: Tensor) -> Tensor:
@@ -135,7 +181,11 @@ class Teacher(NamedTuple):
                 assert self.soft_targets is not None
                 value = self.soft_targets.loss(student, teacher)
             else:
-                value = embedding_loss(student, teacher, self.mse, collectives)
+                own = student
+                if self.projection is not None:
+                    pair = (student, teacher) if self.mse else (_normalise(student), _normalise(teacher))
+                    own = self.projection(*pair, collectives)
+                value = embedding_loss(own, teacher, self.mse, collectives)
             found[name] = (value, weight)
         return found
 
@@ -186,7 +236,7 @@ def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
         dataset: the training set, of which a table must be.
 
     Raises:
-        ValueError: it cannot be read, or its embeddings do not suit the losses.
+        ValueError: it cannot be read.
     """
     section, size, dim = config.teacher, config.data.image_size, config.backbone.embedding_size
     losses = {f"{PREFIX}{name}": section[name] for name in ("embedding", "relations", "logits") if section[name]}
@@ -202,12 +252,12 @@ def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
         model = network.model.requires_grad_(False).eval()
         with torch.no_grad(), largest_output(model) as largest:
             given = model(torch.zeros(1, 3, network.image_size, network.image_size)).shape[1]
-    _check_size(section, given, dim)
     with prefix_errors("teacher.logits"):
         centres = _centres(network, given) if section.logits else None
     # the input and output of a layer, and what goes around it
     memory, kind = 3 * largest[0], (mse, network.title, centres, section.temperature)
-    return Teacher(model, network.image_size, given, network.identity, memory, losses, *kind)
+    projection = Projection(dim, given) if section.embedding and given != dim else None
+    return Teacher(model, network.image_size, given, network.identity, memory, losses, *kind, projection=projection)
 
 
 def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[str, float]) -> Teacher:
@@ -221,19 +271,12 @@ def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[
                 f"{section.path} must have a row for each of the {dataset.num_stored} images of data.path, with their labels, "
                 f"got {len(faces.names)} rows; write it with face embed NETWORK SET --out {section.path}"
             )
-    _check_size(section, faces.vectors.shape[1], dim)
     some = faces.vectors[rows[:: -(-len(rows) // _SAMPLED)]]
     identity = digest_tensors({"norms": torch.from_numpy(faces.norms[rows]), "vectors": torch.from_numpy(some)})
-    mse, size = section.embedding_loss == "mse", faces.vectors.shape[1]
-    return Teacher(nn.Module(), 0, size, identity, 0, losses, mse, f"the table {section.path}", table=faces.vectors, rows=rows)
-
-
-def _check_size(section: EasyDict, given: int, dim: int) -> None:
-    if given != dim and section.embedding:
-        raise ValueError(
-            f"teacher.embedding needs embeddings of backbone.embedding_size={dim} numbers, "
-            f"those of {section.path} have {given}; set it to 0 and teacher.relations instead, which compares any sizes"
-        )
+    mse, size, title = section.embedding_loss == "mse", faces.vectors.shape[1], f"the table {section.path}"
+    projection = Projection(dim, size) if section.embedding and size != dim else None
+    kind = (mse, title, None, 1.0, None, faces.vectors, rows, projection)
+    return Teacher(nn.Module(), 0, size, identity, 0, losses, *kind)
 
 
 def _centres(network: Network, dim: int) -> CentreSource:

@@ -66,7 +66,8 @@ class Detections:
         self._out, self._journal = out, journal
         found = [done for entry in journal.entries if (done := _done(entry.record))]
         self.done = {done.name: done for done in found}
-        if journal.facts is None and (other := _file_of_others(out)):
+        others = (name for name in os.listdir(out) if name != Detections.NAME and not name.startswith("."))
+        if journal.facts is None and (other := min(others, default="")):  # desktops leave hidden files anywhere
             if not journal.path.stat().st_size:
                 journal.path.unlink(missing_ok=True)  # the lock made it
             raise ValueError(
@@ -110,11 +111,6 @@ class Detections:
         ]
         self._journal.add({"name": done.name, "stamp": done.stamp, "faces": faces, "reason": done.reason})
         self.done[done.name] = done
-
-
-def _file_of_others(out: Path) -> str:
-    """Return a name in a folder that has no journal yet, "" if there is none; desktops leave hidden files anywhere."""
-    return min((name for name in os.listdir(out) if name != Detections.NAME and not name.startswith(".")), default="")
 
 
 def _has_bytes(path: Path) -> bool:

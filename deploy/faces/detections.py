@@ -175,7 +175,8 @@ class Session:
         try:
             outputs: list[Any] = self._session.run(None, {self._entry: images})
         except Exception as error:
-            raise ValueError(f"{self.path}: it cannot run on an image {images.shape}: {_last_line(error)}") from None
+            last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise ValueError(f"{self.path}: it cannot run on an image {images.shape}: {one_line(last)}") from None
         if not all(isinstance(part, np.ndarray) and part.dtype.kind == "f" for part in outputs):
             raise ValueError(f"{self.path}: a detector returns floating-point numbers only")
         return outputs
@@ -189,7 +190,3 @@ def _without_sizes(path: Path) -> bytes:
                 dim.dim_param = f"{entry.name}_{axis}"
     data: bytes = model.SerializeToString()
     return data
-
-
-def _last_line(error: Exception) -> str:
-    return one_line((str(error).strip().splitlines() or [type(error).__name__])[-1])

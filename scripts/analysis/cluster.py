@@ -89,7 +89,8 @@ def run(options: argparse.Namespace) -> None:
         facts = _facts(faces, found, meaning)
         print("\n".join(f"{name:<18}{value}" for name, value in facts))
         print(f"written: {shown(options.out)}")
-        if others is not None and (largest := np.bincount(found.labels).max()) > _FAR_MORE * (known := _largest_person(others)):
+        largest = np.bincount(found.labels).max()
+        if others is not None and largest > _FAR_MORE * (known := np.bincount(others.labels()[0]).max()):
             print(
                 f"warning: the largest cluster has {largest:,} faces, the person of most faces in {shown(options.calibrate)} "
                 f"{known:,}: it may join people. Calibrate with faces like these, or lower --far",
@@ -108,10 +109,6 @@ def run(options: argparse.Namespace) -> None:
             names = [f"cluster {number}" for number in range(int(found.labels.max()) + 1)]
             copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
         unfinished.unlink()  # last: what is done is kept until all is written
-
-
-def _largest_person(faces: Faces) -> int:
-    return int(np.bincount(faces.labels()[0]).max())
 
 
 def _known(options: argparse.Namespace, faces: Faces) -> Faces | None:

@@ -101,7 +101,9 @@ def benchmark(options: argparse.Namespace) -> None:
             case = common | {"classes": classes, "sample_rate": rate}
             plain = {}
             for kind in () if no_plain else ("tutorial", "target-only") if rate == 1.0 else ("sampled",):
-                if classes * _PLAIN_BYTES[kind] > _memory_bytes(device, options.world_size):
+                # all of the GPUs' free memory, or most of the machine's
+                share = min(options.world_size, torch.cuda.device_count()) if device == "cuda" else 0.8
+                if classes * _PLAIN_BYTES[kind] > share * free_bytes(torch.device(device), 1):
                     print(f"{classes:>9} {rate:>5}  plain, {kind:<15} {'does not fit into memory here':>32}", flush=True)
                     continue
                 plain[kind] = _run(case | {"head": kind})
@@ -248,11 +250,6 @@ def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -
         head.step(0.01)
 
     return step
-
-
-def _memory_bytes(device: str, ranks: int) -> float:
-    """Return the memory for one case: all of the GPUs' free memory, or most of the machine's."""
-    return free_bytes(torch.device(device), 1) * (min(ranks, torch.cuda.device_count()) if device == "cuda" else 0.8)
 
 
 def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
