@@ -278,10 +278,10 @@ def test_the_plain_way_finds_the_same_accuracies_and_embeddings(weights: Path):
 
 def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path):
     arguments = [
-        "--pairs", "10", "--rounds", "1", "--batch-size", "4", "--processes", "2", "--json", str(tmp_path / "out.json"),
+        "--pairs", "10", "--rounds", "1", "--batch-size", "4", "--processes", "2", "--json", str(tmp_path / "new" / "out.json"),
     ]  # fmt: skip
     assert benchmark_eval.main(arguments) == 0
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads((tmp_path / "new" / "out.json").read_text())
     numbers, embedding = found["numbers"], found["embedding"]
     assert numbers["ratio"] == pytest.approx(numbers["loops_milliseconds"] / numbers["milliseconds"])  # of one round
     assert embedding["ratio"] == pytest.approx(embedding["plain_seconds"] / embedding["ours_seconds"])

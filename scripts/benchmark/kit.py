@@ -36,6 +36,7 @@ def add_common_arguments(
 def write_json(path: Path | None, found: Mapping[str, Any]) -> None:
     """Write the figures, if --json names a file."""
     if path:
+        path.parent.mkdir(parents=True, exist_ok=True)  # what was measured must not be lost
         (new := path.with_name(f"{path.name}.new")).write_text(json.dumps(found, indent=1) + "\n")
         new.replace(path)  # the file is complete at any time
 
