@@ -66,8 +66,8 @@ class Detections:
         self._out, self._journal = out, journal
         found = [done for entry in journal.entries if (done := _done(entry.record))]
         self.done = {done.name: done for done in found}
-        others = (name for name in os.listdir(out) if name != Detections.NAME and not name.startswith("."))
-        if journal.facts is None and (other := min(others, default="")):  # desktops leave hidden files anywhere
+        # desktops leave hidden files anywhere
+        if journal.facts is None and (other := min((n for n in os.listdir(out) if n != self.NAME and n[0] != "."), default="")):
             if not journal.path.stat().st_size:
                 journal.path.unlink(missing_ok=True)  # the lock made it
             raise ValueError(
