@@ -222,7 +222,8 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
     above = np.cumsum(counts[::-1])[::-1] / counts.sum()
     far, near = (_bent(int(np.flatnonzero(above >= part)[-1]) * 2 / BINS - 1) for part in (2 * share, share))
     rate = _tail_rate(far, near, share * min(total, counts.sum()))
-    floor = np.sqrt(1 - np.exp(-near - np.log(total * share / (2 * most)) / rate))  # more do not pass than may be there
+    # more do not pass than may be there
+    floor = np.sqrt(1 - np.exp(-max(0.0, near + np.log(total * share / (2 * most)) / rate)))
     found: list[tuple[float, int, int]] = []
     for rows in progress(list(_blocks(np.arange(len(one)), len(right))), None, "comparing centres", "block"):
         cosines = one[rows] @ right.T
@@ -232,6 +233,8 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
         found += zip(cosines[a, b].tolist(), rows[a].tolist(), b.tolist(), strict=True)
     found.sort(reverse=True)
     beyond = _beyond_chance([_bent(cosine) for cosine, _, _ in found], share * total, near, rate)
+    if len(beyond) > 2 * most:  # nobody is told from others
+        return []
     return [(a, b, cosine, sure) for (cosine, a, b), sure in zip(found, beyond, strict=False)]
 
 
@@ -315,38 +318,46 @@ def _halves(vectors: np.ndarray, keys: np.ndarray, found: Found) -> list[tuple[i
     """Return the smaller halves of identities whose centre is that of two people: images (m,) that are not wrong.
 
     The images are parted by two means. Those of one person agree across the halves nearly as within them: minus the logarithm
-    of the ratio of the mean cosines has an exponential tail, and what is beyond it has two people. Halves below a third of the
-    images are left out; the images of a second person who has fewer are far from the centre.
+    of the ratio of the mean cosines has an exponential tail, and what is beyond it has two people, if the cosine of the halves'
+    centres is also below two thirds of the usual one, which two ages of one person are not. Halves below a third of the images
+    are left out, since images of a second person who has fewer are far from the centre; and identities that were merged, whose
+    halves may be their labels.
     """
+    merged = {identity for pair in found.merges for identity in pair[:2]}
     right = np.ones(len(keys), dtype=bool)
     right[found.wrong] = False
     order = np.flatnonzero(right & (found.centres.size > 0)[found.labels])
     order = order[np.lexsort((keys[order], found.labels[order]))]
-    parted: list[tuple[float, int, np.ndarray]] = []
+    parted: list[tuple[float, int, np.ndarray, float]] = []
     for rows in progress(np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1), None, "parting", "identity"):
+        if int(found.labels[rows[0]]) in merged:
+            continue
         x = vectors[rows[:_MOST]]
         likeness = x @ x.T
         ends = np.unravel_index(likeness.argmin(), likeness.shape)
         second = likeness[ends[0]] < likeness[ends[1]]
         for _ in range(_ROUNDS):
-            one, other = (x[second == side].sum(axis=0) for side in (False, True))
-            second = x @ one * np.linalg.norm(other) < x @ other * np.linalg.norm(one)
-        second ^= 2 * np.count_nonzero(second) > len(x)  # the smaller one
-        if np.count_nonzero(second) < max(SMALLEST, len(x) / 3):
+            one, other = (half / max(1e-6, np.linalg.norm(half)) for half in (x[~second].sum(axis=0), x[second].sum(axis=0)))
+            second = x @ one < x @ other
+        whole = vectors[rows] @ (other - one) > 0
+        smaller = whole if 2 * np.count_nonzero(whole) <= len(rows) else ~whole
+        if min(np.count_nonzero(second), np.count_nonzero(~second)) < max(SMALLEST, len(x) / 3):
             continue
         within = 1.0
         for side in (second, ~second):
             size = np.count_nonzero(side)
             within *= max(1e-3, (likeness[np.ix_(side, side)].sum() - size) / (size * (size - 1)))
         ratio = likeness[np.ix_(second, ~second)].mean() / within**0.5
-        parted.append((-log(max(1e-3, ratio)), int(found.labels[rows[0]]), rows[:_MOST][second]))
+        parted.append((-log(max(1e-3, ratio)), int(found.labels[rows[0]]), rows[smaller], float(one @ other)))
     if len(parted) < FEWEST:
         return []
     parted.sort(key=lambda one: -one[0])
     values, count = [value for value, *_ in parted], 0.25 * len(parted)
     far, near = np.quantile(values, (0.5, 0.75)).tolist()
     beyond = _beyond_chance(values, count, near, _tail_rate(far, near, count))
-    return [(identity, rows, sure) for (_, identity, rows), sure in zip(parted, beyond, strict=False)]
+    usual = float(np.median([cosine for *_, cosine in parted]))
+    pairs = zip(parted, beyond, strict=False)
+    return [(identity, rows, sure) for (_, identity, rows, cosine), sure in pairs if cosine < 2 / 3 * usual]
 
 
 def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float) -> list[tuple[int, np.ndarray, float]]:

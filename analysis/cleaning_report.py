@@ -23,7 +23,7 @@ _Cell = tuple[np.ndarray | None, Sequence[str]]
 HEADINGS = {
     "overlap": ("Identities that are in a test set", "A test on people of the training set measures memorisation."),
     "merge": ("Identities that are one person", "Left and right: the pictures nearest to the centre of each."),
-    "split": ("Labels that hold two people", "Left: pictures of the second person, then those of the identity."),
+    "split": ("Labels that hold two people", "Left: the second person, or another age of the first, then the identity."),
     "move": ("Images of another identity", "Left: the image, its identity, then the identity that it moves to."),
     "drop": ("Images of nobody here", "Left: the image, its identity, then the identity with the nearest centre."),
 }

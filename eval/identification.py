@@ -148,6 +148,8 @@ class Identification(Protocol[Rates]):
         if all((folder / name).is_dir() for name in _TINYFACE):
             self._sets = [open_faces(folder / name, loose=True) for name in _TINYFACE]
             keys = [[faces.key(index) for index in range(faces.num_stored)] for faces in self._sets]
+            if odd := next((key for key in (*keys[0], *keys[2]) if "_" not in Path(key).name), ""):
+                raise ValueError(f"{odd}: a picture of TinyFace is called PERSON_NUMBER.jpg; rename it, or remove it")
             persons = [[Path(key).name.partition("_")[0] for key in names] for names in keys]
             self._people = [np.array(names) for names in (persons[0], keys[1], persons[2])]
             return

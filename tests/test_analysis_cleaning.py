@@ -98,7 +98,7 @@ def test_a_label_whose_centre_is_that_of_two_people_is_parted(two: int):
     """As a network that was trained with the label sees them: their images are alike."""
     rng = np.random.default_rng(two)
     centres = _unit(rng.normal(size=(PEOPLE, SIZE)))
-    centres[:two] = _unit(0.6 * centres[two : 2 * two] + 0.8 * centres[:two])
+    centres[:two] = _unit(0.5 * centres[two : 2 * two] + 0.87 * centres[:two])
     people = np.repeat(np.arange(PEOPLE), EACH)
     vectors = _unit(centres[people] + 0.7 * rng.normal(size=(len(people), SIZE)) / np.sqrt(SIZE))
     labels = np.where(people < two, people + two, people) - two
@@ -108,6 +108,30 @@ def test_a_label_whose_centre_is_that_of_two_people_is_parted(two: int):
         images = np.flatnonzero(labels == identity)
         parts = [set(images[people[images] == person].tolist()) for person in (identity, identity + two)]
         assert sure > 0.95 and max(len(part & set(rows.tolist())) for part in parts) == len(rows) >= EACH - 2
+
+
+def test_a_person_whose_two_labels_differ_is_merged_and_not_parted_again():
+    rng = np.random.default_rng(9)
+    people = np.repeat(np.arange(PEOPLE), EACH)
+    labels = np.where((people < 6) & (np.arange(len(people)) % 2 == 1), PEOPLE + people, people)
+    centres, own = (_unit(rng.normal(size=(PEOPLE + 6, SIZE))) for _ in range(2))
+    centres[PEOPLE:] = centres[:6]
+    vectors = _unit(_unit(centres + 0.9 * own)[labels] + 0.5 * rng.normal(size=(len(people), SIZE)) / np.sqrt(SIZE))
+    found = clean(vectors, labels)
+    assert len(found.merges) > 2 and all(b == PEOPLE + a for a, b, *_ in found.merges) and found.splits == []
+
+
+def test_the_ages_of_a_person_are_one_person_and_a_large_label_is_parted_whole(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(10)
+    people = np.repeat(np.arange(PEOPLE + 1), EACH)
+    old = np.arange(len(people)) % 2 == 1
+    centres, ages = (_unit(rng.normal(size=(PEOPLE + 1, SIZE))) for _ in range(2))
+    centres[PEOPLE] = _unit(0.6 * centres[3] + 0.8 * centres[PEOPLE])
+    vectors = centres[people] + np.where((people < 3) & old, 0.5, 0)[:, None] * ages[people]  # a child and an adult
+    vectors = _unit(vectors + 0.5 * rng.normal(size=vectors.shape) / np.sqrt(SIZE))
+    monkeypatch.setattr(cleaning, "_MOST", EACH)
+    ((identity, rows, _),) = clean(vectors, np.where(people == PEOPLE, 3, people)).splits
+    assert identity == 3 and set(people[rows].tolist()) in ({3}, {PEOPLE}) and len(rows) >= EACH - 1
 
 
 def test_a_second_person_among_thousands_of_images_of_one_label_is_found():
@@ -204,6 +228,11 @@ def test_pairs_of_centres_are_those_that_chance_does_not_explain(monkeypatch: py
     assert len(pairs) < 66 and all(0.95 <= sure <= 1 for *_, sure in pairs)
     # random directions alone: a twentieth of all sets may have a pair
     assert sum(bool(near_pairs(_unit(rng.normal(size=(200, SIZE))))) for _ in range(100)) <= 10
+    few = _unit(rng.normal(size=(12, SIZE)))
+    assert near_pairs(np.repeat(few[:1], 50, axis=0)) == []  # of a network that sees one person
+    alone = _unit(few[3:4] + 0.2 * _unit(rng.normal(size=SIZE)))
+    assert [(a, b) for a, b, *_ in near_pairs(alone, few)] == [(0, 3)]  # a test set of one person
+    assert [(a, b) for a, b, *_ in near_pairs(np.concatenate([few, alone]))] == [(3, 12)]
     other = _unit(centres[[7, 8]] + 0.5 * _unit(rng.normal(size=(2, SIZE))))
     strangers = _unit(rng.normal(size=(50, SIZE)))
     monkeypatch.setattr(cleaning, "_CELLS", 1000)

@@ -100,6 +100,8 @@ def test_every_rate_is_that_of_a_loop_over_all_pairs(tmp_path: Path, capsys: pyt
     assert _results(tmp_path, *words, "--pictures", str(tmp_path / "set")) == found
     assert (tmp_path / "out" / "report.html").read_text().count("<img") == 4  # and those who look alike
     assert _results(tmp_path, *words) == found
+    assert main([str(tmp_path / "t.npy"), *words, "--out", str(tmp_path / "out"), "--pictures", "/nowhere"]) == 1
+    assert "error: --pictures: there is no /nowhere" in capsys.readouterr().err
     page = (tmp_path / "out" / "report.html").read_text()
     assert all((tmp_path / "out" / f"{name}.png").stat().st_size > 5000 for name in ("rates", "curves", "across"))
     assert "Lookalikes" in page and page.count("<img") == 3 and "too few" in page

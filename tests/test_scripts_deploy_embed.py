@@ -368,7 +368,7 @@ def test_what_is_done_is_not_done_again(
 @pytest.mark.parametrize(
     ("words", "what"),
     [(["--colour", "bgr"], "network"), (["--precision", "bf16"], "precision"),
-     (["--detector", "face.onnx"], "detector"), ([], "list of pictures")],
+     (["--detector", "face.onnx"], "detector"), (["--ser-fiq"], "--ser-fiq"), ([], "list of pictures")],
 )  # fmt: skip
 def test_parts_of_another_run_are_not_mixed(
     weights: Path,

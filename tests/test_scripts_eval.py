@@ -230,7 +230,9 @@ def test_pictures_of_the_gallery_find_themselves_and_strangers_are_counted(tmp_p
     assert found["rank_1"] == 1.0 and found["tpir_at_fpir_0.1"] is None
 
 
-def test_the_folders_of_tinyface_are_searched_by_the_names_of_pictures(tmp_path: Path, weights: Path):
+def test_the_folders_of_tinyface_are_searched_by_the_names_of_pictures(
+    tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]
+):
     """Ranks are those of a slow search, in which each distractor is somebody else."""
     pictures = {
         "Gallery_Match": ["7_1", "7_2", "12_1", "30_4"],
@@ -257,6 +259,9 @@ def test_the_folders_of_tinyface_are_searched_by_the_names_of_pictures(tmp_path:
         del others[person]
         ranks.append(1 + sum(max(float(vectors[probe] @ vectors[n]) for n in own) > best for own in others.values()))
     assert [found[f"rank_{k}"] for k in (1, 5)] == [np.mean([rank <= k for rank in ranks]) for k in (1, 5)]
+    (tmp_path / "Testing_Set" / "Probe" / "7.jpg").write_bytes(images[0])
+    assert evaluate([str(weights), "--targets", f"identify:{tmp_path / 'Testing_Set'}", *SMALL]) == 1
+    assert "Probe/7.jpg: a picture of TinyFace is called PERSON_NUMBER.jpg" in capsys.readouterr().err
 
 
 # ---- the benchmark's rival

@@ -6,6 +6,7 @@ Shapes: n = crops, S = size of a crop, D = embedding size.
 """
 
 import argparse
+import functools
 import sys
 from multiprocessing import parent_process
 from pathlib import Path
@@ -52,7 +53,7 @@ class Embedder:
         self._world, self._autocast = World(0, 1, 0, 1, device), autocast
         self._batch, self.step = _CPU_BATCH, min(batch_size, _CPU_STEP)
         if device.type == "cuda":
-            self._batch = self.step = batch_size
+            self._batch = self.step = max(1, batch_size // 16) if rated else batch_size  # of 100 copies
         black = np.zeros((1, self.image_size, self.image_size, 3), dtype=np.uint8)
         self.embedding_size = self._run(black).shape[1] - rated
 
@@ -86,6 +87,11 @@ class Embedder:
         return embed_images(self._model, decode, padded, self._world, settings, summed=True)[0, : len(crops)]
 
 
+@functools.cache
+def _halves(shape: torch.Size) -> Tensor:
+    return torch.rand(_PASSES, *shape, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
 class RatedNetwork(nn.Module):
     """A network whose embeddings have one more number, the SER-FIQ quality of their image.
 
@@ -107,8 +113,7 @@ class RatedNetwork(nn.Module):
         layers[-1].register_forward_hook(self._add_copies)
 
     def _add_copies(self, module: nn.Module, inputs: tuple[Tensor], x: Tensor) -> Tensor:
-        halves = torch.rand(_PASSES, *x.shape[1:], generator=torch.Generator().manual_seed(0)) < 0.5
-        return torch.cat([x, (x[:, None] * (2 * halves).to(x)).flatten(0, 1)])
+        return torch.cat([x, (x[:, None] * (2 * _halves(x.shape[1:])).to(x)).flatten(0, 1)])
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, D + 1) float32."""

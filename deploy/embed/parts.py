@@ -79,7 +79,7 @@ class Plan:
             "device": embedder.device.type,
             "detector": onnx_hash(options.detector) if options.detector else None,
             **{name.replace("_", " "): value for name, value in detection.items()},
-            **({"quality": "ser_fiq"} if options.ser_fiq else {}),
+            **({"--ser-fiq": True} if options.ser_fiq else {}),
             "list of pictures": source.digest,
             "number of pictures in a part": self._pictures,
         }

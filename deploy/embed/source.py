@@ -10,6 +10,7 @@ import numpy as np
 
 from data.base import FaceDataset
 from data.datasets import open_set
+from utils.files import shown
 from utils.image import IMAGE_SIZE
 
 from ..faces.detector import Detector
@@ -61,6 +62,8 @@ def open_reader(path: Path) -> Reader:
 
 def open_pixels(path: Path) -> Callable[[str], np.ndarray]:
     """Return what reads the pixels of an aligned picture of a source by its name, for a page; white if it cannot be read."""
+    if not path.exists():
+        raise ValueError(f"--pictures: there is no {shown(path)}; give the folder or set that was embedded")
     read = open_reader(path)
 
     def pixels(name: str) -> np.ndarray:

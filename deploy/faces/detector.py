@@ -52,10 +52,10 @@ class YuNet(_Graph):
             corners, parts = anchor_centres(height // stride, width // stride, stride, 1), []
             for kind, numbers in _WIDTHS.items():
                 output = outputs[f"{kind}_{stride}"]
-                if output.size != len(corners) * numbers:
+                if output.size != len(corners) * numbers or output.shape[-1] != numbers:
                     raise ValueError(
                         f"{self.path}: the output {kind}_{stride} of a YuNet detector must have {len(corners) * numbers} "
-                        f"numbers for {width} x {height} pixels, this has {output.size}"
+                        f"numbers, {numbers} a row, for {width} x {height} pixels, this is {output.shape}"
                     )
                 parts.append(output.reshape(-1, numbers).astype(np.float64))
             scores = np.sqrt(parts[0].clip(0, 1) * parts[1].clip(0, 1))[:, 0]
@@ -64,7 +64,7 @@ class YuNet(_Graph):
             with np.errstate(over="ignore", invalid="ignore"):
                 centres, halves = corners + stride * boxes[:, :2], stride * np.exp(boxes[:, 2:]) / 2
                 boxes = np.concatenate([centres - halves, centres + halves], axis=1)
-            kept.append((scores[chosen], boxes, corners[:, None] + stride * points.reshape(-1, 5, 2)))
+                kept.append((scores[chosen], boxes, corners[:, None] + stride * points.reshape(-1, 5, 2)))
         return Candidates(*(np.concatenate(parts) for parts in zip(*kept, strict=True)))
 
 
