@@ -181,15 +181,22 @@ def test_reading_may_take_longer_than_a_collective(dataset: Path, tmp_path: Path
     assert done.returncode == 0 and "finished 7 steps" in done.stdout, done.stderr
 
 
-# a call in which Python runs no handlers and which no signal interrupts, as a wait for the GPU
-_DEADLOCK = """
+_HANGS = {
+    # a call in which Python runs no handlers and which no signal interrupts, as a wait for the GPU
+    "deadlock": """
 import ctypes
 def hang():
     lock = ctypes.create_string_buffer(256)
     ctypes.CDLL(None).pthread_mutex_lock(lock)
     print("hangs now", flush=True)
     ctypes.CDLL(None).pthread_mutex_lock(lock)
-"""
+""",
+    "sleep": """
+def hang():
+    print("hangs now", flush=True)
+    time.sleep(1000)
+""",
+}
 _HANGS_IN_STEP_5 = """
 whole = train.train_step
 def train_step(config, tasks, model, parallel, prepared, *more):
@@ -206,7 +213,7 @@ setup.build_dataset = lambda *arguments: hang()
 
 def _interrupt(tmp_path: Path, program: str, arguments: list[str], after_first: str) -> tuple[int, str]:
     """Send SIGINT where the program prints "hangs now", and again after the line `after_first`; return status, stderr."""
-    started = Started(run_file, [[_program(tmp_path, _DEADLOCK + program), *arguments]], tmp_path)
+    started = Started(run_file, [[_program(tmp_path, program), *arguments]], tmp_path)
     started.wait_until(lambda: "hangs now" in started.said()[0])
     started.send(signal.SIGINT, 0)
     if after_first:
@@ -216,14 +223,19 @@ def _interrupt(tmp_path: Path, program: str, arguments: list[str], after_first: 
     return done.returncode, done.stderr
 
 
-def test_a_second_ctrl_c_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):
-    arguments = small_run(dataset, tmp_path, "eval.targets=[]")
-    status, said = _interrupt(tmp_path, _HANGS_IN_STEP_5, arguments, "Ctrl-C again stops at once")
+@pytest.mark.parametrize("kind", _HANGS)
+def test_a_second_ctrl_c_ends_a_run_that_hangs_without_saving(dataset: Path, tmp_path: Path, kind: str):
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "checkpoint.every=0")
+    after_first = "Ctrl-C again stops at once, without saving"
+    status, said = _interrupt(tmp_path, _HANGS[kind] + _HANGS_IN_STEP_5, arguments, after_first)
     assert status == -signal.SIGINT and "Traceback" not in said, said
+    assert list_checkpoints(tmp_path / "tiny") == []
 
 
-def test_ctrl_c_before_training_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):
-    status, said = _interrupt(tmp_path, _HANGS_BEFORE_TRAINING, small_run(dataset, tmp_path, "eval.targets=[]"), "")
+@pytest.mark.parametrize("kind", _HANGS)
+def test_ctrl_c_before_training_ends_a_run_that_hangs(dataset: Path, tmp_path: Path, kind: str):
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]")
+    status, said = _interrupt(tmp_path, _HANGS[kind] + _HANGS_BEFORE_TRAINING, arguments, "")
     assert status == 130
     assert said.strip() == "interrupted: no step was trained, so nothing was saved; earlier checkpoints are untouched"
 

@@ -18,7 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import (
     IRESNET,
     REAL,
-    ROOT,
     Started,
     command_of,
     equal_weights,
@@ -157,60 +156,6 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_pa
     assert "train.py" not in said.replace("error", ""), said  # of a worker's traceback
     assert run_train(num_processes, stopped).returncode == 0
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
-
-
-_SLOW = """
-import sys, time
-sys.path.insert(0, {root!r})
-import train
-{patch}
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-def _interrupted(tmp_path: Path, patch: str, arguments: list[str], times: int) -> tuple[int, str]:
-    """Start train.py with a patch that prints "it is here" and sleeps; send SIGINT `times` there; return status and stderr."""
-    program = tmp_path / "slow.py"
-    program.write_text(_SLOW.format(root=str(ROOT), patch=patch))
-    started = Started(run_file, [[str(program), *arguments]], tmp_path)
-    started.wait_until(lambda: "it is here" in started.said()[0])
-    for _ in range(times):
-        time.sleep(0.2)
-        started.send(signal.SIGINT, 0)
-    done = started.wait(60)
-    return done.returncode, done.stderr
-
-
-def test_a_second_ctrl_c_stops_at_once_without_saving(dataset: Path, tmp_path: Path):
-    slow_step = """
-from training import step
-whole = step.prepare
-def prepare(images, mirrored):
-    print("it is here", flush=True)
-    time.sleep(30)
-    return whole(images, mirrored)
-step.prepare = prepare
-"""
-    started = time.monotonic()
-    status, said = _interrupted(tmp_path, slow_step, small_run(dataset, tmp_path, "eval.targets=[]"), 2)
-    assert status == -signal.SIGINT and time.monotonic() - started < 29
-    assert "Ctrl-C again stops at once, without saving" in said and "Traceback" not in said
-    assert list_checkpoints(tmp_path / "tiny") == []
-
-
-def test_ctrl_c_before_the_first_step_stops_at_once_and_promises_nothing(dataset: Path, tmp_path: Path):
-    slow_start = """
-from training import setup
-whole = setup.build_dataset
-def build_dataset(*arguments):
-    print("it is here", flush=True)
-    time.sleep(30)
-    return whole(*arguments)
-setup.build_dataset = build_dataset
-"""
-    status, said = _interrupted(tmp_path, slow_start, small_run(dataset, tmp_path, "eval.targets=[]"), 1)
-    assert status == 130
-    assert said.strip() == "interrupted: no step was trained, so nothing was saved; earlier checkpoints are untouched"
 
 
 def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
