@@ -1,5 +1,6 @@
-"""One checkpoint at once, for tests that need one on the disk."""
+"""One checkpoint at once, for tests that need one on the disk, and a disk that is full."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,8 @@ def save_now(
     writer = CheckpointWriter(run_folder, world, keep or RetentionPolicy(last=1 << 30), background=False)
     writer.save(step, **as_files(backbone, softmax, slots, trainer, facts), last=True)
     return checkpoint_path(run_folder, step)
+
+
+def no_space(*args: Any) -> None:
+    """Stand in for what writes, on a disk that is full."""
+    raise OSError(errno.ENOSPC, "No space left on device")

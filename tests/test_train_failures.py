@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving import save_now
+from saving import no_space, save_now
 from tiny_runs import REAL, ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run, wait_for
 
 import train
@@ -122,11 +122,8 @@ def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(
 def test_a_log_on_a_full_disk_does_not_end_the_run(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
-    monkeypatch.setattr(monitor, "write_summary", full)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", no_space)
+    monkeypatch.setattr(monitor, "write_summary", no_space)
     monkeypatch.setattr("utils.log.open_own", lambda path, flags: os.open("/dev/full", flags))
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=5")) == 0
     said = capsys.readouterr()

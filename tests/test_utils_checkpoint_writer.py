@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import some
 from faulty_disk import Disk, faulty
-from saving import as_files, save_now
+from saving import as_files, no_space, save_now
 
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import reading
@@ -159,12 +159,8 @@ def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path):
 def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole, warnings = checkpoint_writer.write_tensors, []
     writer = _writer(tmp_path, max_failed=2, warn=warnings.append)
-
-    def full(*args: object) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     for step in (1, 2):
-        monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
+        monkeypatch.setattr(checkpoint_writer, "write_tensors", no_space)
         for failing in (10 * step, 10 * step + 1):
             writer.save(failing, **as_files(**_state(failing)))
             writer.finish()
@@ -172,7 +168,7 @@ def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Pat
         writer.save(step, **as_files(**_state(step)))  # one that works, and the count begins anew
         writer.finish()
     assert _check_whole(tmp_path) == [1, 2] and len(warnings) == 4
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", no_space)
     with pytest.raises(SharedError, match=r"step_00000003 could not be saved \(rank 0: .*No space left"):
         writer.save(3, **as_files(**_state(3)), last=True)
     for step in (4, 5):
@@ -213,10 +209,6 @@ def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     run, warnings = Path(folder), []
     whole = checkpoint_writer.write_tensors
-
-    def full(*args: object) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with _writer(run, world, keep=RetentionPolicy(last=9), max_failed=1, warn=warnings.append) as writer:
         for step in range(1, 31):
             (writing,) = any_ranks([writer.is_writing], world)
@@ -224,7 +216,7 @@ def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
             if step % 6 == 0:
                 writer.finish()  # each save is complete before the fault changes
                 bad = step in (12, 24) and rank == world_size - 1
-                checkpoint_writer.write_tensors = full if bad else whole
+                checkpoint_writer.write_tensors = no_space if bad else whole
                 writer.save(step, **as_files(**_state(step, world)))
     assert _check_whole(run, world_size) == [6, 18, 30]
     assert len(warnings) == 2 and f"step_00000012 could not be saved (rank {world_size - 1}: " in warnings[0]
