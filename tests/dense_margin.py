@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.margin import Margin, State
+from partial_fc.collectives import Collectives
 
 
 def cosines_of(embeddings: Tensor, centres: Tensor) -> Tensor:
@@ -77,14 +78,6 @@ def losses_of_cosines(
     return losses if penalty is None else losses + penalty, state
 
 
-class _OneRank:
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def max(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
 class DenseMargin:
     """Optimizer steps of a margin over all classes, without an update of the centres and of what is trained.
 
@@ -116,7 +109,7 @@ class DenseMargin:
         numbers = {name: value.detach() for name, value in self.numbers.items()}
         for embeddings, labels in micro_batches:
             self.margin.collect(numbers, labels, F.normalize(embeddings.detach()).float(), good)
-        self.margin.refresh(numbers, self.steps, good, _OneRank())
+        self.margin.refresh(numbers, self.steps, good, Collectives(1))
 
     def step(
         self,

@@ -125,11 +125,7 @@ def adacos(
             total += sum(math.exp(s * cosine[i, j].item() + composed.log_weight(j)) for j in composed.negatives(cosine[i], y))
         angles = sorted(math.acos(c) for c in target_cosines(cosine, labels))
         s = math.log(total / len(labels)) / math.cos(min(math.pi / 4, angles[(len(angles) - 1) // 2]))
-
-    def logit(i: int, c: Tensor) -> Tensor:
-        return s * c
-
-    return softmax_loss(cosine, labels, logit, logit, composed), {"scale": s}
+    return softmax_loss(cosine, labels, s, s, composed), {"scale": s}
 
 
 def adaface(

@@ -4,16 +4,16 @@ import io
 import tarfile
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
+from pictures import jpeg
 
 from data.datasets import ListDataset
 from data.tar_dataset import TarDataset
 
 
 def _jpeg(value: int) -> bytes:
-    return cv2.imencode(".jpg", np.full((112, 112, 3), value, np.uint8))[1].tobytes()
+    return jpeg(np.full((112, 112, 3), value, np.uint8))
 
 
 def _list(folder: Path, text: str) -> Path:
@@ -95,20 +95,11 @@ def test_a_shard_that_changed_is_read_again(tmp_path: Path):
         ([("0.jpg", b"x"), ("0.cls", b"one")], r"0\.cls must hold the class"),
         ([("0.jpg", b"x"), ("0.png", b"x"), ("0.cls", b"1")], "a second image of this name"),
         ([("0.cls", b"1")], "hold no image"),
+        (None, r"no \*\.tar in"),
     ],
 )
-def test_wrong_shards_are_refused_by_member(tmp_path: Path, members: list[tuple[str, bytes]], message: str):
-    _tar(tmp_path / "s" / "0.tar", members)
+def test_wrong_shards_are_refused_by_member(tmp_path: Path, members: list[tuple[str, bytes]] | None, message: str):
+    if members is not None:
+        _tar(tmp_path / "0.tar", members)
     with pytest.raises(ValueError, match=message):
-        TarDataset(tmp_path / "s")
-
-
-def test_damaged_and_compressed_shards_are_refused(tmp_path: Path):
-    folder = _shards(tmp_path / "shards")
-    whole = (folder / "000001.tar").read_bytes()
-    for damaged in (whole[:700], whole[:513], b"\x1f\x8b" + whole[2:], b"no tar file" * 100):
-        (folder / "000001.tar").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"000001\.tar"):
-            TarDataset(folder)
-    with pytest.raises(ValueError, match=r"no \*\.tar in"):
         TarDataset(tmp_path)

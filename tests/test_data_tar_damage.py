@@ -85,6 +85,8 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
         "byte 9216: a damaged header",
         lambda: _good() + _member("pax", b"9" * 5000 + b" path=a\n", tarfile.XHDTYPE) + _member("1.jpg", b"x"),
     ),
+    "compressed": ("not an uncompressed tar file", lambda: b"\x1f\x8b" + _good()[2:]),
+    "no tar file": ("not an uncompressed tar file", lambda: b"no tar file" * 100),
     "letters in the size": ("byte 9216: a damaged header",
                             lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz")),
     "letters in the time": ("byte 9216: a damaged header",

@@ -154,15 +154,6 @@ def test_roc_curve_is_that_of_a_loop_over_thresholds():
     assert tar.tolist() == [np.mean(result.distances[result.same] <= t) for t in thresholds]
 
 
-def test_a_missing_or_too_small_set_is_an_error_that_names_it(tmp_path: Path):
-    _write_set(tmp_path, "lfw")
-    _write_set(tmp_path, "small", num_pairs=4)
-    with pytest.raises(ValueError, match=r"no file .*lwf.bin. Did you mean 'lfw'\?"):
-        load_pair_sets(tmp_path, ["lwf"])
-    with pytest.raises(ValueError, match=r"small.bin has 4 pairs; 10-fold accuracy needs 10"):
-        load_pair_sets(tmp_path, ["small"])
-
-
 def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
     images = [_jpeg(number) for number in range(2)]
     pairs = PairSet("bad", images, np.zeros(20, np.int64), np.ones(20, np.int64), np.arange(20) % 2 == 0)

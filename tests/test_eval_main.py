@@ -154,7 +154,7 @@ def test_errors_name_the_flags_of_the_program_and_no_keys(tmp_path: Path, capsys
     data = ["--data", str(tmp_path)]
     cases = [
         ([network, "--targets", "twinz", *data], "--targets: no file", "Did you mean 'twins'?"),
-        ([network, "--targets", "small", *data], "--targets: ", "has 4 pairs"),
+        ([network, "--targets", "small", *data], "--targets: ", "small.bin has 4 pairs; 10-fold accuracy needs 10"),
         ([network, "--targets", "twins"], "--targets: 'twins' is the name of a set", "--data"),
         ([network, "--targets", "twins", "twins.bin", *data], "--targets names a set twice", "twins.bin"),
         ([network, *data], "no sets to score", "--targets"),

@@ -17,10 +17,6 @@ from losses.elasticface import ElasticFace
 pytestmark = pytest.mark.numeric
 
 
-def test_every_loss_has_a_case() -> None:
-    assert {case.partition(",")[0] for case in CASES} == set(list(MARGINS))
-
-
 def _composition(name: str) -> dict[str, Any]:
     """Return what a head may leave out and weigh."""
     if name == "whole":
