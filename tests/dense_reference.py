@@ -7,6 +7,7 @@ import copy
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from dense_margin import cosines_of, losses_of_cosines
 from torch import Tensor
@@ -81,6 +82,14 @@ def active_classes(head: PartialFC) -> Tensor:
         rows = torch.arange(head.centre_store.num_rows)[chunk.select if isinstance(chunk.select, slice) else chunk.select.cpu()]
         active[torch.from_numpy(head.shard_classes())[rows // head.config.sub_centers]] = True
     return active
+
+
+def whole_active(head: PartialFC) -> Tensor:
+    """Return which classes (C,) are in the loss, over all ranks."""
+    active = active_classes(head).to(torch.int32)
+    if head.world_size > 1:
+        dist.all_reduce(active)
+    return active > 0
 
 
 def bytes_of_workspace(head: PartialFC) -> int:

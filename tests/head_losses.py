@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense_reference import active_classes, all_centres
+from dense_reference import all_centres, whole_active
 from loss_cases import STATES, Case, first_known
 from loss_references import State
 from rounding import FP32_UNIT, bf16_half_step, head_bounds, rounding_bound
@@ -88,14 +88,6 @@ def whole_rows(head: PartialFC, rows: Tensor) -> Tensor:
     for classes, part in parts:
         whole[torch.from_numpy(classes)] = part
     return whole
-
-
-def whole_active(head: PartialFC) -> Tensor:
-    """Return which classes (C,) are in the loss, over all ranks."""
-    active = active_classes(head).to(torch.int32)
-    if head.world_size > 1:
-        dist.all_reduce(active)
-    return active > 0
 
 
 def inclusion_weights(head: PartialFC, labels: Tensor, active: Tensor) -> Tensor:

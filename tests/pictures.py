@@ -1,5 +1,7 @@
 """Pictures for tests: smooth random colour fields with some shapes, each seed another one."""
 
+import struct
+import zlib
 from pathlib import Path
 
 import cv2
@@ -18,6 +20,16 @@ def picture(seed: int, size: int = 112) -> np.ndarray:
 
 def jpeg(pixels: np.ndarray, quality: int = 95) -> bytes:
     return cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+
+
+def png_of(width: int, height: int, packed: bytes, depth: int = 8, colour: int = 2) -> bytes:
+    """Return a PNG with valid checksums that declares this size, with any rows, packed by zlib."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(map(png_chunk, (b"IHDR", b"IDAT", b"IEND"), (header, packed, b"")))
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
 
 def folder_of_people(root: Path, counts: list[int]) -> Path:

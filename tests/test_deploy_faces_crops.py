@@ -7,6 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from pictures import png_of
 from tiny_detectors import OFFSETS, RED
 
 from deploy.faces.detector import Detector, Face
@@ -114,20 +115,11 @@ def test_landmarks_that_are_no_face_reject_the_picture_unless_another_face_is_so
         assert _only(crops_of(_png(_scene()), "x", Fixed(bad, _face(120, 80)), 112, "all")).number == 1
 
 
-def _bomb(width: int, height: int) -> bytes:
-    """Return a PNG of some bytes whose header declares an enormous picture."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (_bomb(30_000, 30_000), "an image of 30000 x 30000 pixels, more than 200000000"),
+        # some bytes whose header declares an enormous picture
+        (png_of(30_000, 30_000, zlib.compress(bytes(1000))), "an image of 30000 x 30000 pixels, more than 200000000"),
         (b"", "empty image (0 bytes)"),
         (b"no picture", "not JPEG, PNG, BMP or WebP"),
         (_png(_scene())[:700], "truncated"),

@@ -4,6 +4,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -341,22 +342,14 @@ def test_two_writers_and_a_reader_at_once_see_whole_transactions(gallery: Galler
 
 
 def test_threads_share_one_gallery(gallery: Gallery):
-    errors = []
-
     def work(number: int) -> None:
-        try:
-            for one in range(3):
-                gallery.add(new_images(np.random.default_rng(10 * number + one), [f"t{number}"]))
-                gallery.search(np.ones((1, DIM), np.float32))
-        except Exception as error:
-            errors.append(error)
+        for one in range(3):
+            gallery.add(new_images(np.random.default_rng(10 * number + one), [f"t{number}"]))
+            gallery.search(np.ones((1, DIM), np.float32))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and gallery.people() == {"t0": 3, "t1": 3, "t2": 3}
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert gallery.people() == {"t0": 3, "t1": 3, "t2": 3}
 
 
 def test_a_process_that_waits_says_so_and_gives_up(gallery: Gallery, capsys: pytest.CaptureFixture[str]):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from pictures import jpeg, picture
+from tiny_networks import MEAN_COLOUR, write_onnx
 from tiny_runs import one_line, run_program, tiny_run, write_dataset
 from torch import nn
 
@@ -232,17 +233,7 @@ def _foreign(folder: Path, kind: str, fault: str) -> Path:
         shapes = ({0: torch.export.Dim("batch")},) if fault == "several" else None  # else for two images only
         torch.export.save(torch.export.export(model, (torch.zeros(2, 3, 112, 112),), dynamic_shapes=shapes), path)
     else:
-        nodes = [
-            helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-            helper.make_node("Flatten", ["pooled"], ["flat"]),
-            helper.make_node("Reshape", ["flat", "shape"], ["embeddings"]),
-        ]
-        shape = helper.make_tensor("shape", TensorProto.INT64, [3], [-1, 7, 11])
-        images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["n", 3, 112, 112])
-        output = helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, None)
-        graph = helper.make_graph(nodes, "fails", [images], [output], [shape])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-        path.write_bytes(model.SerializeToString())
+        write_onnx(path, [*MEAN_COLOUR, ("Reshape", {})], 7, shape=np.array([-1, 7]))  # 48 numbers are no rows of 7
     return path
 
 

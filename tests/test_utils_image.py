@@ -6,6 +6,7 @@ import zlib
 import cv2
 import numpy as np
 import pytest
+from pictures import png_of
 from PIL import Image
 
 from utils import image as module
@@ -115,14 +116,8 @@ def test_what_claims_to_be_huge_is_refused_before_memory_is_asked_for():
 
 
 def _flat_png(width: int) -> bytes:
-    """Return a PNG of width x 1 pixels, which has a few hundred bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-
-    header = width.to_bytes(4, "big") + (1).to_bytes(4, "big") + bytes((1, 0, 0, 0, 0))  # one bit a pixel
-    rows = zlib.compress(bytes(1 + -(-width // 8)), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    """Return a PNG of width x 1 pixels, which has a few hundred bytes: one bit a pixel."""
+    return png_of(width, 1, zlib.compress(bytes(1 + -(-width // 8)), 9), depth=1, colour=0)
 
 
 @pytest.mark.parametrize(("width", "bound"), [(101, "100 times as long as wide"), (60_000, "32000 a side")])

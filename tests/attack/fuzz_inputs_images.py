@@ -10,6 +10,7 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from data.index_cache import _DIGEST, _MAGIC  # the layout of a cache, to give a changed one a valid checksum
+from tests.pictures import png_chunk
 
 from .fuzz_files import Case
 from .fuzz_grammar import Rng, change_tree, damage, pick
@@ -207,10 +208,7 @@ def _png(rng: Rng) -> bytes:
     if rng.random() < 0.6:
         bomb = b"x\0\0" + zlib.compress(bytes(int(pick(rng, (10, 1 << 22, 1 << 25)))), 9)
         chunks.insert(int(rng.integers(4)), (extra, bomb if rng.random() < 0.7 else rng.bytes(int(rng.integers(900)))))
-    out = b"\x89PNG\r\n\x1a\n"
-    for kind, data in chunks:
-        out += len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-    return out
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, data) for kind, data in chunks)
 
 
 def _patched(data: bytes, places: Sequence[int], rng: Rng) -> bytes:

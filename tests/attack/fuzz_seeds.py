@@ -38,15 +38,10 @@ _CLASSES, _DIM = 12, 16
 _PEOPLE = 22  # of a table: as many as cleaning needs
 
 
-def picture(seed: int, side: int = 112) -> np.ndarray:
-    """Return (side, side, 3) uint8: coloured tiles."""
-    tiles = np.random.default_rng(seed).integers(0, 256, (7, 7, 3)).astype(np.uint8)
-    return cv2.resize(tiles, (side, side), interpolation=cv2.INTER_NEAREST)
-
-
 def encoded(seed: int, ending: str = ".jpg", side: int = 112) -> bytes:
-    """Return a picture as a file of this kind."""
-    return bytes(cv2.imencode(ending, picture(seed, side))[1])
+    """Return a picture of coloured tiles as a file of this kind."""
+    tiles = np.random.default_rng(seed).integers(0, 256, (7, 7, 3)).astype(np.uint8)
+    return bytes(cv2.imencode(ending, cv2.resize(tiles, (side, side), interpolation=cv2.INTER_NEAREST))[1])
 
 
 def make_seeds(folder: Path) -> None:
@@ -194,15 +189,6 @@ def _write_weights(folder: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Flatten()), folder / "script.pt")
     torch.jit.save(torch.jit.script(torch.nn.Flatten()), folder / "program.pt2")
     with contextlib.suppress(ImportError):
-        _write_onnx(folder / "network.onnx")
+        from tests.tiny_networks import MEAN_COLOUR, write_onnx
 
-
-def _write_onnx(path: Path) -> None:
-    from onnx import TensorProto, helper, save
-
-    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 112, 112])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3, 1, 1])
-    nodes = [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], ["y"])]
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])
-    graph = helper.make_graph(nodes, "pool", [image], [out])
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+        write_onnx(folder / "network.onnx", MEAN_COLOUR, 3)

@@ -14,7 +14,6 @@ import random
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from safetensors.torch import save_file
 
 from backbones import build_backbone
 from deploy.gallery.store import Gallery
+from tests.pictures import png_of
 
 ROOT = Path(__file__).parents[2]
 ASK, CHANGE = "a" * 16, "c" * 16
@@ -234,14 +234,8 @@ def _picture(number: int) -> bytes:
 
 def _png(width: int, height: int) -> bytes:
     """Return a valid PNG of one colour, which is small."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     packer = zlib.compressobj(1)
-    rows = b"".join([*(packer.compress(bytes(1 + 3 * width)) for _ in range(height)), packer.flush()])
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return png_of(width, height, b"".join([*(packer.compress(bytes(1 + 3 * width)) for _ in range(height)), packer.flush()]))
 
 
 def main() -> int:
