@@ -92,6 +92,21 @@ def whole_active(head: PartialFC) -> Tensor:
     return active > 0
 
 
+def take_step(
+    head: PartialFC, x: Tensor, labels: Tensor, lr: float, micro_batches: int = 1, step: int = 0
+) -> tuple[float, Tensor, Tensor]:
+    """Take a step on this rank's embeddings; return the mean loss, its gradient for them on the CPU, and `whole_active`."""
+    head.begin_step(labels.view(micro_batches, -1), step)
+    active = whole_active(head)
+    parts = [part.clone().requires_grad_() for part in x.detach().to(head.centres.device).chunk(micro_batches)]
+    losses = [head(part, micro) for micro, part in enumerate(parts)]
+    for loss in losses:
+        (loss / micro_batches).backward()
+    head.step(lr)
+    gradient = torch.cat([part.grad.cpu() for part in parts])  # type: ignore[union-attr]
+    return sum(loss.item() for loss in losses) / micro_batches, gradient, active
+
+
 def bytes_of_workspace(head: PartialFC) -> int:
     """Return the bytes of the head's buffers and of its cache of exponentials."""
     return sum(buffer.nbytes for buffer in head.workspace._buffers.values()) + head.workspace._cache.nbytes

@@ -76,6 +76,18 @@ def make_batch(centres: Tensor, step: int) -> tuple[Tensor, Tensor]:
     return unit * torch.linspace(4.0, 60.0, B)[torch.randperm(B, generator=generator)][:, None], labels
 
 
+def train_steps(head: PartialFC, steps: range, centres: Tensor, lr: float) -> list[Tensor]:
+    """Return the losses of some steps on batches that depend on the step and the centres of make_batch alone."""
+    share, losses = B // head.world_size, []
+    mine = slice(head.rank * share, (head.rank + 1) * share)
+    for step in steps:
+        x, labels = make_batch(centres, step)
+        head.begin_step(labels[mine][None], step)
+        losses.append(head(x[mine]))
+        head.step(lr)
+    return losses
+
+
 def whole_rows(head: PartialFC, rows: Tensor) -> Tensor:
     """Return rows (n, ...) of a shard from all ranks in the order of the classes, (C, ...) fp32."""
     parts: list[Any] = [None] * head.world_size

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_reference import DenseHead, active_classes, near_their_centres, relative, stored_numbers
+from dense_reference import DenseHead, near_their_centres, relative, stored_numbers, take_step
 from rounding import bf16_half_step, head_bounds
 from torch import Tensor
 
@@ -30,11 +30,6 @@ def _state(head: PartialFC) -> dict[str, Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in head.shard_state().items()}
 
 
-def _numbers(state: dict[str, Tensor], name: str, by_class: Tensor) -> Tensor:
-    """Return stored centres or momentum (C, D) in class order, in float64."""
-    return stored_numbers(state, name)[by_class]
-
-
 @pytest.mark.parametrize("sample_rate", [1.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage", ["exact", "lean", "tiny"])
@@ -46,16 +41,10 @@ def test_two_micro_batches_give_the_loss_and_the_step_of_the_dense_head(
     config = HeadConfig(sample_rate, optimizer, storage, matmul_dtype=dtype, chunk=700)  # the last chunk has fewer
     head = PartialFC(margin, num_classes, dim, seed=3, config=config, device=device)
     by_class = torch.from_numpy(head.shard_classes()).argsort()
-    centres = _numbers(_state(head), "centres", by_class)
+    centres = stored_numbers(_state(head), "centres")[by_class]
     x, labels = near_their_centres(centres.float(), rows)
-    head.begin_step(labels.view(2, -1), 0)
-    active = active_classes(head)
+    loss, gradient, active = take_step(head, x, labels, LR, micro_batches=2)
     assert int(active.sum()) == head.num_active()
-    parts = [part.clone().requires_grad_() for part in x.to(device).view(2, rows // 2, dim)]
-    losses = [head(part, micro) for micro, part in enumerate(parts)]
-    for loss in losses:
-        (loss / 2).backward()
-    head.step(LR)
     after = _state(head)
 
     dense = DenseHead(margin.cpu(), centres.clone(), optimizer)
@@ -66,9 +55,9 @@ def test_two_micro_batches_give_the_loss_and_the_step_of_the_dense_head(
         cosine = (F.normalize(x) @ F.normalize(centres.float()).t()).scatter(1, labels[:, None], -1.0)
         bound = bf16_half_step(SCALE * cosine.max().item())
         loss_bound = bound / rows**0.5  # a mean over rows
-    assert sum(loss.item() for loss in losses) / 2 == pytest.approx(expected, abs=loss_bound)
-    assert relative(torch.cat([part.grad.cpu() for part in parts]), by_x) < bound  # type: ignore[union-attr]
-    momentum, moved = _numbers(after, "momentum", by_class), _numbers(after, "centres", by_class)
+    assert loss == pytest.approx(expected, abs=loss_bound)
+    assert relative(gradient, by_x) < bound
+    momentum, moved = (stored_numbers(after, name)[by_class] for name in ("momentum", "centres"))
     rounding = BF16_STEP * dense.momentum.norm()
     if storage == "tiny":
         rounding = (dense.momentum.abs().amax(dim=1) / 127).norm() * dim**0.5  # a step of int8 each

@@ -1,12 +1,13 @@
 """What a loss keeps between steps: saved with the centres or with the trainer, and read back by any number of ranks."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from head_losses import CASES, B, C, D, make_batch, whole_rows
+from head_losses import CASES, B, C, D, train_steps, whole_rows
 from loss_references_other import kappaface_psi
 from rounding import rounding_bound
 from torch import Tensor
@@ -29,16 +30,7 @@ def _build(case: str, rank: int, world_size: int, optimizer: str) -> PartialFC:
     return PartialFC(build_margin(case, **arguments), C, D, rank, world_size, 3, config)
 
 
-def _train(head: PartialFC, steps: range) -> list[Tensor]:
-    """Return the losses of some steps on batches that depend on the step alone."""
-    share, losses = B // head.world_size, []
-    for step in steps:
-        x, labels = make_batch(torch.eye(C, D) + 0.1, step)
-        mine = slice(head.rank * share, (head.rank + 1) * share)
-        head.begin_step(labels[mine][None], step)
-        losses.append(head(x[mine]))
-        head.step(0.01)
-    return losses
+_train = functools.partial(train_steps, centres=torch.eye(C, D) + 0.1, lr=0.01)
 
 
 def _saved(head: PartialFC) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -75,7 +67,9 @@ def test_a_head_that_is_loaded_goes_on_to_the_same_bits(case: str, optimizer: st
 def _reshard(rank: int, world_size: int) -> None:
     """Two ranks of three train, all three go on, then one alone; each reads what the others left."""
     for case in KEEPING:
-        saved = [_saved(_train_and_return(case, 0, 1))]
+        first = _build(case, 0, 1, "sgd")
+        _train(first, range(3))
+        saved = [_saved(first)]
         dist.broadcast_object_list(saved, 0)
         three = _load(_build(case, rank, world_size, "sgd"), saved[0])
         rows, state = _saved(three)
@@ -88,12 +82,6 @@ def _reshard(rank: int, world_size: int) -> None:
         assert all(torch.equal(rows[name], value) for name, value in later[0].items()), case
         assert all(torch.equal(state[name], value) for name, value in later[1].items()), case
         assert all(bool(loss.isfinite()) for loss in losses)
-
-
-def _train_and_return(case: str, rank: int, world_size: int) -> PartialFC:
-    head = _build(case, rank, world_size, "sgd")
-    _train(head, range(3))
-    return head
 
 
 def test_what_a_loss_keeps_is_read_by_another_number_of_ranks(run_ranks: Callable[..., None]):

@@ -14,7 +14,7 @@ from dense_reference import (
     dense_loss,
     near_their_centres,
     relative,
-    whole_active,
+    take_step,
 )
 from rounding import bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor
@@ -48,16 +48,6 @@ def real_centres() -> Tensor:
     return all_centres(10_000, 512, seed=3)
 
 
-def _one_step(head: PartialFC, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
-    x = x.clone().requires_grad_()
-    head.begin_step(labels[None], 0)
-    loss = head(x)
-    loss.backward()
-    head.step(1.0)
-    assert x.grad is not None
-    return loss.item(), x.grad
-
-
 @pytest.mark.parametrize(
     ("margin_name", "kernels"), [*((name, "auto") for name in KINDS), ("cosface", "plain"), ("npcface", "plain")]
 )
@@ -68,7 +58,7 @@ def test_loss_and_gradients_at_real_size_are_exact(real_centres: Tensor, margin_
     dense = DenseHead(margin, centres, RowSGD())
     head = PartialFC(margin, num_classes, dim, seed=3, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), kernels=kernels))
     before = head.centres.clone()
-    loss, gradient = _one_step(head, x, labels)
+    loss, gradient, _ = take_step(head, x, labels, 1.0)
     expected, by_x, by_w = dense.step(x, labels, 0.0)
     loss_bound, gradient_bound = head_bounds(64.0 if margin_name in FIXED else 2 * margin.scale, dim, rows)
     assert loss == pytest.approx(expected, abs=loss_bound)
@@ -91,18 +81,12 @@ def _train_beside_dense(
     loss_bound, gradient_bound = head_bounds(64.0, dim, rows)
     for step in range(20):
         x, labels = near_their_centres(centres, rows, step)
-        mine = x[share].clone().requires_grad_()
-        head.begin_step(labels[share][None], step)
-        active = whole_active(head)
-        loss = head(mine)
-        loss.backward()
-        head.step(lr)
+        loss, gradient, active = take_step(head, x[share], labels[share], lr, step=step)
         assert int(active.sum()) == head.num_active()
         expected, by_x, _ = dense.step(x, labels, lr, active)
-        assert mine.grad is not None
         so_far = 1 + step / (1 - 0.9)  # every error goes on in the momentum, and turns the next gradients
-        assert loss.item() == pytest.approx(expected, abs=so_far * loss_bound), f"step {step}"
-        assert relative(mine.grad, by_x[share]) < so_far * gradient_bound, f"step {step}"
+        assert loss == pytest.approx(expected, abs=so_far * loss_bound), f"step {step}"
+        assert relative(gradient, by_x[share]) < so_far * gradient_bound, f"step {step}"
     moved = head.centres - centres[torch.from_numpy(head.shard_classes())]
     should = (dense.centres - centres)[torch.from_numpy(head.shard_classes())]
     assert relative(moved, should) < 20**0.5 * gradient_bound  # the errors of the steps are independent
@@ -134,7 +118,7 @@ def _compare_odd_case(centres: Tensor, x: Tensor, labels: Tensor, kernels: str, 
     order = torch.from_numpy(head.shard_classes())
     rows = {"centres": centres[order], "momentum": torch.zeros_like(centres)}
     head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
-    loss, by_x = _one_step(head, x, labels)
+    loss, by_x, _ = take_step(head, x, labels, 1.0)
     dense = DenseHead(margin, centres, RowSGD(0.0, 0.0))
     expected, expected_by_x, by_w = dense.step(x, labels, 1.0)
     assert math.isfinite(loss) and bool(by_x.isfinite().all()) and bool(head.centres.isfinite().all())
@@ -174,7 +158,7 @@ def test_zero_embeddings_and_zero_centres_give_finite_numbers_and_move_nothing_e
     labels = torch.from_numpy(head.shard_classes())[[0, 1, 2, 3]]
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
     x[2] = 0.0
-    loss, by_x = _one_step(head, x, labels)
+    loss, by_x, _ = take_step(head, x, labels, 1.0)
     dense = dense_loss(margin, x.double(), centres.double()[_by_class(head)], labels)
     assert loss == pytest.approx(dense.item(), abs=head_bounds(64.0, 16, 4)[0])
     assert bool(by_x.isfinite().all()) and bool(head.centres.isfinite().all())
@@ -194,17 +178,11 @@ def _shard_without_positives(rank: int, world_size: int) -> None:
     labels = torch.from_numpy(everywhere.shard_classes())[slots]
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     mine = slice(2 * rank, 2 * rank + 2)
-    head.begin_step(labels[mine][None], 0)
-    active = whole_active(head)
-    part = x.detach()[mine].clone().requires_grad_()
-    loss = head(part)
-    loss.backward()
-    head.step(1.0)
+    loss, gradient, active = take_step(head, x[mine], labels[mine], 1.0)
     expected = dense_loss(_margin("arcface"), x.double(), centres.double(), labels, active)
     loss_bound, gradient_bound = head_bounds(64.0, 16, 4)
-    assert loss.item() == pytest.approx(expected.item(), abs=loss_bound)
-    assert part.grad is not None
-    assert relative(part.grad, torch.autograd.grad(expected, x)[0][mine]) < gradient_bound
+    assert loss == pytest.approx(expected.item(), abs=loss_bound)
+    assert relative(gradient, torch.autograd.grad(expected, x)[0][mine]) < gradient_bound
 
 
 def test_a_shard_without_any_positive_has_its_part_in_loss_and_gradient(run_ranks: Callable[..., None]):
@@ -241,18 +219,13 @@ def test_two_bf16_micro_batches_are_near_the_dense_softmax(cache_mb: int, kernel
         config=HeadConfig(optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, cache_mb=cache_mb, kernels=kernels),
     )
     before = head.centres.clone()
-    head.begin_step(labels.view(2, 32), 0)
-    parts = [part.clone().requires_grad_() for part in x.view(2, 32, 128)]
-    losses = [head(part, micro) for micro, part in enumerate(parts)]
-    for loss in losses:
-        (loss / 2).backward()
-    head.step(1.0)
+    loss, gradient, _ = take_step(head, x, labels, 1.0, micro_batches=2)
     expected, by_x, by_w = DenseHead(margin, centres, RowSGD()).step(x, labels, 0.0)
     # bf16 rounds a negative's logit, and so exp(logit) relatively, by half a step of the largest at most; the own logit is fp32
     cosine = (F.normalize(x) @ F.normalize(centres).t()).scatter(1, labels[:, None], -1.0)
     bound = bf16_half_step(64.0 * cosine.max().item())
-    assert sum(loss.item() for loss in losses) / 2 == pytest.approx(expected, abs=bound / 64**0.5)  # a mean over 64 rows
-    assert relative(torch.cat([part.grad for part in parts]), by_x) < bound  # type: ignore[misc]
+    assert loss == pytest.approx(expected, abs=bound / 64**0.5)  # a mean over 64 rows
+    assert relative(gradient, by_x) < bound
     assert relative(before - head.centres, by_w[torch.from_numpy(head.shard_classes())]) < bound
 
 
@@ -341,7 +314,7 @@ def test_u_is_summed_in_fp32_where_products_can_return_it(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(head._passes, "forward", forward)
         exact.zero_()
-        _one_step(head, x, labels)
+        take_step(head, x, labels, 1.0)
         error = relative(sums[0], exact)
         assert error < (rounding_bound(torch.float32, 4096) if has else rounding_bound(torch.bfloat16, 16))
         assert has or error > 2.0**-11  # a rounding to 8 bits shows

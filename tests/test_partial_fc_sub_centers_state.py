@@ -1,5 +1,6 @@
 """Several centres for each class in memory, in checkpoints, in other runs, and through a whole training."""
 
+import functools
 import re
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense_reference import all_centres
-from head_losses import SEED, B, C, D, make_batch
+from head_losses import SEED, C, D, train_steps
 from safetensors.torch import load_file
 from tiny_runs import NUM_CLASSES, equal_weights, tiny_run, write_dataset
 from torch import Tensor
@@ -38,15 +39,7 @@ def _head(rank: int = 0, world_size: int = 1, sub_centers: int = K, optimizer: s
     return PartialFC(build_margin("curricularface"), C, D, rank, world_size, SEED, config)
 
 
-def _train(head: PartialFC, steps: range) -> list[Tensor]:
-    share, losses = B // head.world_size, []
-    mine = slice(head.rank * share, (head.rank + 1) * share)
-    for step in steps:
-        x, labels = make_batch(all_centres(C, D, SEED, K), step)
-        head.begin_step(labels[mine][None], step)
-        losses.append(head(x[mine]))
-        head.step(0.05)
-    return losses
+_train = functools.partial(train_steps, centres=all_centres(C, D, SEED, K), lr=0.05)
 
 
 def _load(head: PartialFC, rows: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from dense_reference import DenseHead, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds
-from tiny_runs import tiny_run
+from tiny_runs import one_line, tiny_run
 
 import train
 from losses import build_margin
@@ -178,25 +178,14 @@ def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert "--memory must be above 0" in capsys.readouterr().err
 
 
-def _capacity(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = capacity.main(["--backbone", "none", "--embedding-size", "64", "--storage", "exact", *arguments])
-    return status, *capsys.readouterr()
-
-
-def test_the_table_is_written_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    file = tmp_path / "capacity.json"
-    assert _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))[0] == 0
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["copy_bytes"] == row["bytes_per_identity"] * row["identities"] // 8
-
-
 def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[str]):
-    status, out, _ = _capacity(capsys, "--card", "rtx4090")
-    assert status == 0 and "1 process(es) of 23.5 GiB" in out
-    for arguments, said in [(("--card", "v100"), "--card v100 has no bf16"), ((), "--memory is needed")]:
-        status, out, err = _capacity(capsys, *arguments)
-        assert status == 1 and said in err and len(err.splitlines()) == 1 and out == ""
-    assert _capacity(capsys, "--card", "v100", "--precision", "fp16")[0] == 0
+    arguments = ["--backbone", "none", "--embedding-size", "64", "--storage", "exact"]
+    assert capacity.main([*arguments, "--card", "rtx4090"]) == 0
+    assert "1 process(es) of 23.5 GiB" in capsys.readouterr().out
+    for more, said in [(["--card", "v100"], "--card v100 has no bf16"), ([], "--memory is needed")]:
+        assert capacity.main([*arguments, *more]) == 1
+        assert said in one_line(capsys)
+    assert capacity.main([*arguments, "--card", "v100", "--precision", "fp16"]) == 0
 
 
 @pytest.mark.numeric
