@@ -210,7 +210,6 @@ def test_weights_of_which_nobody_knows_the_input_are_refused(timm: Any):  # noqa
 
 @pytest.mark.numeric
 def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_or_two(timm: Any, tmp_path: Path):  # noqa: F811
-    (tmp_path / "data").mkdir()
     write_dataset(tmp_path / "data", 24)
     torch.manual_seed(4)
     theirs = timm.create_model("deit_tiny_patch16_224", num_classes=10)

@@ -34,7 +34,6 @@ LORA = ["backbone.lora_rank=2", "backbone.lora_alpha=6"]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `data`, a run `base`, and a run `tuned` of three steps with LoRA from there."""
     folder = tmp_path_factory.mktemp("lora")
-    (folder / "data").mkdir()
     write_dataset(folder / "data", 24)
     assert train.main(small_run(folder / "data", folder, *SHORT, "run.name=base", "train.max_steps=2")) == 0
     assert train.main(_tuning(folder, folder, "tuned", *LORA, "train.ema=0.5", "checkpoint.keep_last=99")) == 0

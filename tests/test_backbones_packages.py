@@ -171,7 +171,6 @@ def test_building_counts_no_batch_and_dropout_stands_before_the_last_layer(packa
 
 
 def test_a_network_of_a_package_trains_resumes_and_is_evaluated(packages: Path, tmp_path: Path):
-    (tmp_path / "data").mkdir()
     write_dataset(tmp_path / "data")
     name = ["backbone.name=timm:convolution", "train.max_steps=4", "schedule.power=0"]
     assert train.main(tiny_run(tmp_path / "data", tmp_path, *name, "run.name=whole", "eval.every=0")) == 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pictures import picture
 
 from data.augment import OPERATIONS, Augment
 from data.datasets import SyntheticDataset
@@ -16,11 +17,6 @@ from data.sampler import SampleOrder
 
 BASE = yaml.safe_load((Path(__file__).parent.parent / "configs" / "base.yaml").read_text())["augment"]
 CPU = torch.device("cpu")
-
-
-def _picture(seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return cv2.resize(rng.integers(0, 256, (9, 9, 3), dtype=np.uint8), (112, 112), interpolation=cv2.INTER_CUBIC)
 
 
 def _apply(name: str, pixels: np.ndarray, numbers: list[float], **section: float) -> np.ndarray:
@@ -37,7 +33,7 @@ def test_everything_is_off_by_default_and_every_operation_has_its_keys():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_photometric_is_three_blends_in_any_order(seed: int):
-    pixels, numbers = _picture(seed), np.random.default_rng(seed).random(5)
+    pixels, numbers = picture(seed), np.random.default_rng(seed).random(5)
     brightness, contrast, saturation = 1 + 0.3 * (2 * numbers[:3] - 1)
     weights = np.array([0.299, 0.587, 0.114])
     steps = (
@@ -55,7 +51,7 @@ def test_photometric_is_three_blends_in_any_order(seed: int):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_crop_keeps_a_rectangle_where_it_is(seed: int):
-    pixels = _picture(seed) // 2 + 64  # nothing black
+    pixels = picture(seed) // 2 + 64  # nothing black
     found = _apply("crop", pixels, np.random.default_rng(seed).random(5).tolist())
     kept = found.any(axis=2)
     rows, columns = np.flatnonzero(kept.any(axis=1)), np.flatnonzero(kept.any(axis=0))
@@ -68,15 +64,15 @@ def test_crop_keeps_a_rectangle_where_it_is(seed: int):
 
 
 def test_crop_of_everything_changes_nothing():
-    np.testing.assert_array_equal(_apply("crop", _picture(0), [1 - 1e-9, 0.5, 0.3, 0.3, 0]), _picture(0))
+    np.testing.assert_array_equal(_apply("crop", picture(0), [1 - 1e-9, 0.5, 0.3, 0.3, 0]), picture(0))
 
 
 @pytest.mark.parametrize("down", range(5))
 @pytest.mark.parametrize("up", range(5))
-def test_low_resolution_goes_through_a_small_picture(down: int, up: int):
-    found = _apply("low_resolution", _picture(3), [0.0, (down + 0.5) / 5, (up + 0.5) / 5], low_resolution_side=0.25)
+def test_low_resolution_goes_through_a_smallpicture(down: int, up: int):
+    found = _apply("low_resolution", picture(3), [0.0, (down + 0.5) / 5, (up + 0.5) / 5], low_resolution_side=0.25)
     kinds = (cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_AREA, cv2.INTER_CUBIC, cv2.INTER_LANCZOS4)
-    small = cv2.resize(_picture(3), (28, 28), interpolation=kinds[down])
+    small = cv2.resize(picture(3), (28, 28), interpolation=kinds[down])
     np.testing.assert_array_equal(found, cv2.resize(small, (112, 112), interpolation=kinds[up]))
 
 
@@ -93,7 +89,7 @@ def test_blur_is_a_gaussian(number: float):
 
 
 def test_grayscale_has_equal_channels_and_cutout_covers_its_square():
-    pixels = _picture(2)
+    pixels = picture(2)
     gray = _apply("grayscale", pixels, [])
     assert (gray == gray[:, :, :1]).all()
     assert np.abs(gray[:, :, 0] - pixels @ np.array([0.299, 0.587, 0.114])).max() <= 0.6
@@ -104,7 +100,7 @@ def test_grayscale_has_equal_channels_and_cutout_covers_its_square():
 
 
 def test_jpeg_is_that_of_the_quality_drawn():
-    pixels = _picture(4)
+    pixels = picture(4)
     for number, quality in ((0.0, 30), (0.5, 63), (1 - 1e-9, 95)):
         encoded = cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
         expected = cv2.imdecode(encoded, cv2.IMREAD_COLOR)[:, :, ::-1]
@@ -118,9 +114,9 @@ def test_it_happens_to_its_share_of_the_images_and_to_each_differently(name: str
     assert numbers.shape == (2000, 1, 6) and numbers.min() >= 0 and numbers.max() < 1
     results = []
     for row in numbers:
-        pixels = _picture(5)
+        pixels = picture(5)
         augment.apply(pixels, row)
-        if not np.array_equal(pixels, _picture(5)):
+        if not np.array_equal(pixels, picture(5)):
             results.append(pixels.tobytes())
     assert abs(len(results) - 500) < 5 * np.sqrt(2000 * 0.25 * 0.75)
     assert name == "grayscale" or len(set(results)) > 40

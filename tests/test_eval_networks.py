@@ -117,7 +117,6 @@ def test_no_program_runs_what_a_file_of_weights_holds(
 ):
     """Every program that takes networks, weights or class centres, under every name that such a file may have."""
     marker, data = tmp_path / "marker", tmp_path / "data"
-    data.mkdir()
     write_dataset(data)
     (tmp_path / "theirs").mkdir()
     sound = tmp_path / "run"

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rounding import network_bound
+from test_data_loader import Numbered
 from tiny_runs import read_metrics, tiny_run
 from torch import Tensor
 
@@ -141,23 +141,6 @@ def test_an_overflow_of_fp16_moves_nothing_and_halves_the_scale(
     assert scales == [256.0] * 3 + [128.0] * 3 and moved == [True] * 3 + [False] + [True] * 2
 
 
-class _Numbered:
-    """Image i is all i % 256, its label i."""
-
-    def prefetch(self, index: int) -> None: ...
-
-    def read_ahead(self, indices: np.ndarray) -> None: ...
-
-    def take_warnings(self) -> list[str]:
-        return []
-
-    def hear(self, warnings: object) -> None: ...
-
-    def decode_into(self, index: int, out: np.ndarray) -> int:
-        out[...] = index % 256
-        return index
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("held", [1, 2])
@@ -174,7 +157,7 @@ def test_no_batch_is_torn_by_a_slow_copy_or_a_slow_reader(monkeypatch: pytest.Mo
     order, cuda = SampleOrder(1000, batch_size=16, seed=4, flip=True), torch.device("cuda", torch.cuda.current_device())
     found: list[Tensor] = []
     held_batches: list[Any] = []
-    for step, batch in enumerate(Loader(_Numbered(), order.samples, 0, 60, 3, 3, cuda, held=held, apart=apart)):
+    for step, batch in enumerate(Loader(Numbered(), order.samples, 0, 60, 3, 3, cuda, held=held, apart=apart)):
         held_batches = [*held_batches[1 - held :], batch] if held > 1 else [batch]
         if step % 3 == 0:
             torch.cuda._sleep(6_000_000)  # the batch is read long after it was asked for

@@ -100,7 +100,6 @@ def test_a_checkpoint_of_another_number_is_refused(was: int, now: int):
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `data`, and a run `tiny` on it whose classes have three centres each."""
     folder = tmp_path_factory.mktemp("source")
-    (folder / "data").mkdir()
     write_dataset(folder / "data")
     assert train.main(tiny_run(folder / "data", folder, *SHORT)) == 0
     return folder

@@ -206,7 +206,6 @@ def test_a_tool_names_no_key_of_a_configuration_that_its_user_did_not_write(
     """A set is the value of data.path in a training, and a word of the command line elsewhere."""
     keys = {f"{section}.{key}" for section, entries in load_config(SCHEMA).items() for key in entries}
     folder = tmp_path / "set"
-    folder.mkdir()
     write_dataset(folder)
     _damage(folder, what)
     start = ["configs/base.yaml", f"data.path={folder}", f"run.output={tmp_path}", "data.index_cache=off", "eval.targets=[]"]

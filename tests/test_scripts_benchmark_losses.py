@@ -36,7 +36,6 @@ GONE |= {"accuracy": {"tiny": 0.5}}  # of a loss that this version does not have
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("losses")
-    (folder / "set").mkdir()
     write_dataset(folder / "set")
     return Path(tiny_run(folder / "set", folder, REAL)[0])
 

@@ -4,13 +4,12 @@ import csv
 import json
 import shutil
 import struct
-import zlib
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from pictures import folder_of_people, jpeg, picture
+from pictures import folder_of_people, jpeg, picture, png_chunk
 
 from data.record_dataset import RecordDataset
 from scripts.data import folder_to_rec
@@ -201,17 +200,13 @@ def test_a_copy_has_all_that_is_sound_and_lists_the_rest(
     assert _run(capsys, people, "--out", people)[0] == 1
 
 
-def _chunk(text: bytes) -> bytes:
-    return struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
-
-
 def test_an_image_with_the_magic_inside_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     noted = cv2.imencode(".png", picture(3)[:, :, ::-1])[1].tobytes()
     (tmp_path / "in" / "a").mkdir(parents=True)
     for shift in range(4):
         place = noted.index(b"IDAT") - 4
         (tmp_path / "in" / "a" / f"{shift}.png").write_bytes(
-            noted[:place] + _chunk(b"tEXtnote"[: 5 + shift] + b"\0" + MAGIC * 8) + noted[place:]
+            noted[:place] + png_chunk(b"tEXt", b"note"[: 1 + shift] + b"\0" + MAGIC * 8) + noted[place:]
         )
     (tmp_path / "in" / "a" / "9.jpg").write_bytes(jpeg(picture(4)))
     assert folder_to_rec.main([str(tmp_path / "in"), str(tmp_path / "set")]) == 0

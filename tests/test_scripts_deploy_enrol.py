@@ -15,9 +15,9 @@ import onnx
 import pictures
 import pytest
 from gallery_runs import DIM, SIZE, png, write_network, write_people
-from onnx import helper, numpy_helper
 from test_scripts_deploy_card import _save
 from tiny_detectors import picture, write_detector
+from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import Started, one_line
 
 from deploy.gallery import commands as gallery_enrol
@@ -261,13 +261,7 @@ def test_a_network_whose_weights_are_in_another_file_is_known_by_them(tmp_path: 
 
     def words(seed: int) -> list[str]:
         weights = np.random.default_rng(seed).normal(size=(DIM, 3 * SIZE * SIZE)).astype(np.float32)
-        nodes = [helper.make_node("Flatten", ["images"], ["flat"]), helper.make_node("Gemm", ["flat", "w"], ["out"], transB=1)]
-        ends = [
-            helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-            for name, shape in (("images", ["b", 3, SIZE, SIZE]), ("out", ["b", DIM]))
-        ]
-        graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [numpy_helper.from_array(weights, "w")])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        model = onnx.load(write_onnx(tmp_path / "n.onnx", [("Flatten", {}), TIMES_MATRIX], DIM, SIZE, w=weights))
         (tmp_path / "n.onnx.data").unlink(missing_ok=True)
         onnx.save(model, str(tmp_path / "n.onnx"), save_as_external_data=True, location="n.onnx.data", size_threshold=0)
         return [str(tmp_path / "n.onnx"), str(tmp_path / "g"), str(folder)]

@@ -95,29 +95,24 @@ def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.Captur
     assert "neither metrics.jsonl nor results.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]", "1", '{"lfw": 3}', '{"lfw": {"accuracy": "high"}}',
-        '{"lfw": {"accuracy": 0.9, "intervals_95": {"accuracy": [0.8]}}}', '{"lfw": {"accuracy": 0.9, "intervals_95": 3}}',
-        '{"lfw": {"num_genuine": 3}}', '{"lfw": {"tar_at_far": [1]}}', '{"lfw": {"roc": {"far": [0, 1], "tar": [1]}}}',
-        '{"lfw": {"eer": 1' + "0" * 400 + "}}", "[" * 100_000, "\xff",
-    ],
+NO_RESULTS = (
+    "[]", "1", '{"lfw": 3}', '{"lfw": {"accuracy": "high"}}',
+    '{"lfw": {"accuracy": 0.9, "intervals_95": {"accuracy": [0.8]}}}', '{"lfw": {"accuracy": 0.9, "intervals_95": 3}}',
+    '{"lfw": {"num_genuine": 3}}', '{"lfw": {"tar_at_far": [1]}}', '{"lfw": {"roc": {"far": [0, 1], "tar": [1]}}}',
+    '{"lfw": {"eer": 1' + "0" * 400 + "}}", "[" * 100_000, "\xff",
 )  # fmt: skip
-def test_results_that_are_none_are_named_in_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
-    assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    assert one_line(capsys).startswith(f"error: {tmp_path / 'results.json'}: is not the results")
-
-
 HUGE = '{"step": 1, "kind": "train", "loss": 1' + "0" * 400 + "}"
+NO_METRICS = ("[]", "1", '{"step": [1], "kind": "train"}', HUGE, "[" * 100_000, "\xff")
+NONE = [("results.json: is not the results", text) for text in NO_RESULTS] + [("metrics.jsonl", text) for text in NO_METRICS]
 
 
-@pytest.mark.parametrize("line", ["[]", "1", '{"step": [1], "kind": "train"}', HUGE, "[" * 100_000, "\xff"])
-def test_metrics_that_are_none_are_named_in_one_line(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "metrics.jsonl").write_bytes(line.encode("latin-1"))
+@pytest.mark.parametrize(("says", "text"), NONE)
+def test_results_or_metrics_that_are_none_are_named_in_one_line(
+    tmp_path: Path, says: str, text: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / says.partition(":")[0]).write_bytes(text.encode("latin-1"))
     assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    assert one_line(capsys).startswith(f"error: {tmp_path / 'metrics.jsonl'}")
+    assert one_line(capsys).startswith(f"error: {tmp_path / says}")
 
 
 def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(

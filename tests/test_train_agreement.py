@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import NUM_CLASSES, NUM_IMAGES, REAL, ROOT, command_of, face, run_train, small_run, write_dataset
+from tiny_runs import FEW_IMAGES, NUM_CLASSES, REAL, ROOT, command_of, face, run_train, small_run, write_dataset
 
 import train
 from data.recordio.image_record import RecordWriter, pack
@@ -24,18 +24,10 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
-    return folder
-
-
 def _write_labels(folder: Path, shift: int, more: bytes = b"") -> None:
     """Write the set of `write_dataset` with each label moved on by `shift`, and with `more` behind each image."""
     with RecordWriter(folder / "train.rec", folder / "train.idx") as writer:
-        for key in range(NUM_IMAGES):
+        for key in range(FEW_IMAGES):
             label = (key + shift) % NUM_CLASSES
             writer.write(key, pack(float(label), key, 0, face(key % NUM_CLASSES, key) + more))
 
@@ -71,7 +63,7 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
     words = r"^the processes disagree: hash of the places of the images is \w+ on rank 0-1, \w+ on rank 2. Fix: data.path"
     _train_expecting(words, config, rest, run)
     if rank == 2:  # the records as they were, but one pair of the verification set is another
-        write_dataset(copy)
+        write_dataset(copy, FEW_IMAGES)
         with open(copy / "tiny.bin", "r+b") as file:
             whole = file.read()
             place = whole.index(b"\xff\xd8\xff") + 300
@@ -79,7 +71,7 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
             file.write(bytes([whole[place] ^ 1]))
     _train_expecting(r"^the processes disagree: hash of tiny is \w+ on rank 0-1, \w+ on rank 2. Fix", config, rest, run)
     if rank == 2:
-        write_dataset(copy)
+        write_dataset(copy, FEW_IMAGES)
     # another place, other resources, and a path in place of a name: the same run
     own = ["data.threads=3", f"eval.targets=[{dataset}/tiny.bin]", f"data.index_cache={output}/{rank}"]
     shared = [f"run.output={output}", "train.max_steps=2"]
@@ -150,7 +142,7 @@ def test_other_labels_of_synthetic_data_and_of_mixtures_are_seen_too(
     few = ["train.max_steps=4", "eval.targets=[]"]
     shutil.copytree(dataset, tmp_path / "copy")
     _write_labels(tmp_path / "copy", 5)
-    synthetic = ["data.source=synthetic", f"data.num_classes={NUM_CLASSES}", f"data.num_images={NUM_IMAGES}"]
+    synthetic = ["data.source=synthetic", f"data.num_classes={NUM_CLASSES}", f"data.num_images={FEW_IMAGES}"]
     assert train.main(small_run(dataset, tmp_path, *few, *synthetic)) == 0
     assert train.main(small_run(tmp_path / "copy", tmp_path, *few)) == 1  # as many images and classes
     assert "the labels of the data" in capsys.readouterr().err

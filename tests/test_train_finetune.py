@@ -76,6 +76,18 @@ def test_a_run_begins_where_the_other_ended(source: Path, tmp_path: Path, capsys
     assert read_metrics(tmp_path / "tiny")[1]["loss"] < 0.5 * read_metrics(run)[1]["loss"]
 
 
+def _mean_by_hand(run: Path, arguments: list[str], label: int, of_label: slice) -> torch.Tensor:
+    """Return the direction of the mean of some images of a label by the network at the end of a run."""
+    backbone = build_backbone("r18", 16, 0.125)
+    backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
+    dataset = build_dataset(train.load_config(arguments[0]).data, 0, None)
+    rows = np.flatnonzero(dataset.labels() == label)[of_label]
+    pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
+    with torch.inference_mode():
+        embeddings = backbone.eval()((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5)
+    return torch.nn.functional.normalize(torch.nn.functional.normalize(embeddings).mean(0), dim=0)
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centres(
@@ -89,17 +101,9 @@ def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centr
     assert new.shape == (15, 16)
     for label in range(NUM_CLASSES):
         assert torch.equal(new[14 - label], old[label])
-    # by hand: the first three images of each new label, one at a time
-    backbone = build_backbone("r18", 16, 0.125)
-    backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
-    backbone.eval()
-    dataset = build_dataset(train.load_config(tiny_run(source / "more", tmp_path)[0]).data, 0, None)
     for label in (0, 1, 2):
-        rows = np.flatnonzero(dataset.labels() == label)[:3]
-        pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
-        with torch.inference_mode():
-            embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
-        expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0) * old.norm(dim=1).mean()
+        by_hand = _mean_by_hand(run, tiny_run(source / "more", tmp_path), label, slice(3))
+        expected = by_hand * old.norm(dim=1).mean()
         torch.testing.assert_close(new[label], expected, rtol=0, atol=network_bound() * expected.norm().item())
 
 
@@ -132,15 +136,7 @@ def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsy
     skip = ["data.on_bad_record=skip", "data.max_bad_fraction=0.3", "optimizer.lr=0", "train.max_steps=1"]
     assert train.main(tiny_run(tmp_path / "bad", tmp_path, *SHORT, *init, *skip)) == 0
     assert "12 kept, 2 from images, 1 at random" in capsys.readouterr().out
-    backbone = build_backbone("r18", 16, 0.125)
-    backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
-    backbone.eval()
-    dataset = build_dataset(train.load_config(tiny_run(tmp_path / "bad", tmp_path)[0]).data, 0, None)
-    rows = np.flatnonzero(dataset.labels() == 0)[3:]  # the good ones
-    pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
-    with torch.inference_mode():
-        embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
-    expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0)
+    expected = _mean_by_hand(run, tiny_run(tmp_path / "bad", tmp_path), 0, slice(3, None))  # of the good ones
     found = torch.nn.functional.normalize(_centres(tmp_path / "tiny")[0], dim=0)
     torch.testing.assert_close(found, expected, rtol=0, atol=network_bound())
 

@@ -32,7 +32,6 @@ def _train(source: Path, name: str, *overrides: str) -> int:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `data`, faces of 112 x 112, and a run `small` on them at 64 x 64."""
     folder = tmp_path_factory.mktemp("sizes")
-    (folder / "data").mkdir()
     write_dataset(folder / "data")
     assert _train(folder, "small") == 0
     return folder

@@ -65,7 +65,6 @@ def test_a_set_and_a_run_of_any_name_are_one_row_each_in_every_report(tmp_path: 
 
 def test_a_name_cannot_write_to_the_terminal_or_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = tmp_path / f"set{NAME}"
-    folder.mkdir()
     write_dataset(folder)
     assert verify_data.main([str(folder)]) == 0
     shown = capsys.readouterr()

@@ -71,7 +71,8 @@ def face(label: int, number: int) -> bytes:
 
 
 def write_dataset(folder: Path, num_images: int = NUM_IMAGES) -> None:
-    """Write a RecordIO set of so many images and a verification set of other classes, `tiny`."""
+    """Write a RecordIO set of so many images and a verification set of other classes, `tiny`; make the folder if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
     with RecordWriter(folder / "train.rec", folder / "train.idx") as writer:
         for key in range(num_images):
             writer.write(key, pack(float(key % NUM_CLASSES), key, 0, face(key % NUM_CLASSES, key)))
