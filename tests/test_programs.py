@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,46 +187,58 @@ def test_torchrun_shows_its_purpose_and_the_options_of_torchrun(tmp_path: Path):
     assert done.returncode == 0 and "without its traceback" in done.stdout and "--max-restarts" in done.stdout
 
 
-def _damage(folder: Path, what: str) -> None:
-    """Make a sound set one that no program takes."""
+def _damaged(folder: Path, what: str) -> Path:
+    """Make a sound set one that no program takes; return it."""
+    if what in ("no set", "nothing", "folder of a person", "unknown ending", "text"):
+        shutil.rmtree(folder)
     if what == "no set":
-        for path in folder.iterdir():
-            path.unlink()
+        folder.mkdir()
     elif what == "classes":
         (folder / "property").write_text("5,112,112")
     elif what == "index":
         (folder / "train.idx").write_text("0\tx\n")
-    else:
+    elif what == "records":
         (folder / "train.rec").write_bytes(b"")
+    elif what == "text":
+        folder.write_text("no list at all\n")
+    elif what != "nothing":
+        (folder / "a").mkdir(parents=True)
+    if what == "unknown ending":
+        (folder / "a" / "1.pgm").write_bytes(b"P5 1 1 255 x")
+    return folder
 
 
-@pytest.mark.parametrize("what", ["no set", "classes", "index", "records"])
+OF_RECORDS = ["classes", "index", "records"]  # which `face data repair` may mend
+
+
+@pytest.mark.parametrize("what", ["no set", *OF_RECORDS, "nothing", "folder of a person", "unknown ending", "text"])
 def test_a_tool_names_no_key_of_a_configuration_that_its_user_did_not_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ):
     """A set is the value of data.path in a training, and a word of the command line elsewhere."""
     keys = {f"{section}.{key}" for section, entries in load_config(SCHEMA).items() for key in entries}
-    folder = tmp_path / "set"
-    write_dataset(folder)
-    _damage(folder, what)
+    write_dataset(tmp_path / "set")
+    folder, out = _damaged(tmp_path / "set", what), tmp_path / "out"
     start = ["configs/base.yaml", f"data.path={folder}", f"run.output={tmp_path}", "data.index_cache=off", "eval.targets=[]"]
     assert importlib.import_module("train").main([*start, "--check"]) == 1
     assert capsys.readouterr().err.startswith("error: data.path: ")
-    out = tmp_path / "out"
-    for module, arguments in {
-        "scripts.data.inspect": [folder, "--out", out],
-        "scripts.data.verify": [folder],
-        "scripts.data.filter": [folder, out],
-        "scripts.data.merge": [folder, folder, "--out", out],
-        "scripts.data.split": [folder, out],
-        "scripts.data.shuffle": [folder, out],
-        "scripts.data.rec_to_folder": [folder, out],
-        "scripts.data.show_augmentation": [folder, tmp_path / "sheet.png"],
-        "scripts.data.pairs_to_bin": ["sample", folder, tmp_path / "pairs.bin"],
-    }.items():
-        assert importlib.import_module(module).main(list(map(str, arguments))) == 1, module
+    programs = {
+        "inspect": [folder, "--out", out],
+        "verify": [folder],
+        "filter": [folder, out],
+        "merge": [folder, folder, "--out", out],
+        "split": [folder, out],
+        "shuffle": [folder, out],
+        "rec_to_folder": [folder, out],
+        "show_augmentation": [folder, tmp_path / "sheet.png"],
+        "pairs_to_bin": ["sample", folder, tmp_path / "pairs.bin"],
+    }
+    programs |= {} if what in OF_RECORDS else {"repair": [folder], "folder_to_rec": [folder, out]}
+    for name, arguments in programs.items():
+        assert importlib.import_module(f"scripts.data.{name}").main(list(map(str, arguments))) == 1, name
         said = capsys.readouterr().err
-        assert str(folder) in said and not [key for key in keys if key in said], f"{module}: {said}"
+        assert str(folder) in said and not [key for key in keys if key in said], f"{name}: {said}"
+        assert len([line for line in said.splitlines() if line.startswith("error:")]) == 1, said
 
 
 def test_usage_of_train_says_that_overrides_are_optional(capsys: pytest.CaptureFixture[str]):

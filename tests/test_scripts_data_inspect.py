@@ -13,12 +13,10 @@ from pictures import folder_of_people, jpeg, picture
 from data.record_dataset import RecordDataset
 from data.scan import MAX_DISTANCE, candidates, correlation, dhash
 from eval.pair_sets.bin_file import read_bin, write_bin
-from scripts.data import convert_bin, folder_to_rec, pairs_to_bin, rec_to_folder, show_augmentation
+from scripts.data import convert_bin, folder_to_rec, show_augmentation
 from scripts.data import filter as filter_data
 from scripts.data import inspect as inspect_data
 from scripts.data import merge as merge_data
-from scripts.data import repair as repair_data
-from scripts.data import shuffle as shuffle_rec
 from scripts.data import split as split_data
 from scripts.data import verify as verify_data
 
@@ -146,33 +144,6 @@ def test_an_empty_folder_of_a_person_is_a_warning_in_every_tool(
     ):
         assert program.main([str(argument) for argument in arguments]) == 0
         assert "1 of 5 sub-folders hold no image and are not counted as identities: person_1x" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("what", ["nothing", "empty", "pgm", "text"])
-def test_no_tool_names_a_key_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str):
-    wrong = tmp_path / "wrong"
-    if what in ("empty", "pgm"):
-        (wrong / "a").mkdir(parents=True)
-    if what == "pgm":
-        (wrong / "a" / "1.pgm").write_bytes(b"P5 1 1 255 x")
-    if what == "text":
-        wrong.write_text("no list at all\n")
-    for program, arguments in (
-        (inspect_data, [wrong]),
-        (verify_data, [wrong]),
-        (filter_data, [wrong, tmp_path / "out"]),
-        (merge_data, [wrong, "--out", tmp_path / "out"]),
-        (split_data, [wrong, tmp_path / "out"]),
-        (show_augmentation, [wrong, tmp_path / "out.png"]),
-        (shuffle_rec, [wrong, tmp_path / "out"]),
-        (rec_to_folder, [wrong, tmp_path / "out"]),
-        (repair_data, [wrong]),
-        (pairs_to_bin, ["sample", wrong, tmp_path / "out.bin"]),
-        (folder_to_rec, [wrong, tmp_path / "out"]),
-    ):
-        assert program.main([str(argument) for argument in arguments]) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-        assert str(wrong) in line and not re.search(r"\b(data|eval|run)\.[a-z]", line.replace(str(tmp_path), ""))
 
 
 def test_merge_names_its_own_flag(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):

@@ -100,32 +100,20 @@ def test_half_precision_goes_the_way_of_fp32(dataset: Path, tmp_path: Path, monk
 
 
 @pytest.mark.numeric
-def test_accumulated_micro_batches_follow_one_large_batch_with_frozen_statistics(dataset: Path, tmp_path: Path):
-    runs = []
-    for accumulation in (1, 2):
-        name = f"acc{accumulation}"
-        overrides = ["train.max_steps=4", "eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=0.01", IRESNET]
-        arguments = small_run(dataset, tmp_path, *overrides, f"run.name={name}", f"train.accumulation={accumulation}")
-        assert train.main(arguments) == 0
-        runs.append([record["loss"] for record in read_metrics(tmp_path / name).values()])
-    assert runs[0] == pytest.approx(runs[1], abs=4**0.5 * LOSS_BOUND)
-
-
-@pytest.mark.numeric
-def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp_path: Path):
+@pytest.mark.parametrize(("num_processes", "accumulation", "lr", "steps"), [(1, 2, 1e-2, 4), (2, 1, 1e-3, 10)])
+def test_losses_are_those_of_one_process_and_one_batch_with_frozen_statistics(
+    dataset: Path, tmp_path: Path, num_processes: int, accumulation: int, lr: float, steps: int
+):
     # a small rate: frozen statistics of an untrained network normalise nothing, and large steps would amplify rounding errors
+    overrides = [f"train.max_steps={steps}", "eval.targets=[]", "backbone.freeze_norm=true", f"optimizer.lr={lr}", IRESNET]
     losses = []
-    for num_processes in (1, 2):
-        name = f"n{num_processes}"
-        overrides = [
-            "train.max_steps=10", "eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=1e-3", IRESNET,
-            f"run.name={name}",
-        ]  # fmt: skip
-        done = run_train(num_processes, small_run(dataset, tmp_path, *overrides))
+    for name, processes, micro_batches in (("one", 1, 1), ("other", num_processes, accumulation)):
+        more = [f"run.name={name}", f"train.accumulation={micro_batches}"]
+        done = run_train(processes, small_run(dataset, tmp_path, *overrides, *more))
         assert done.returncode == 0, done.stderr
         losses.append([record["loss"] for record in read_metrics(tmp_path / name).values()])
-    assert len(losses[0]) == 10
-    assert losses[0] == pytest.approx(losses[1], abs=10**0.5 * LOSS_BOUND)
+    assert len(losses[0]) == steps
+    assert losses[0] == pytest.approx(losses[1], abs=steps**0.5 * LOSS_BOUND)
 
 
 @pytest.mark.parametrize(
