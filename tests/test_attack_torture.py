@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from saving import save_now
 from tests.attack import torture, torture_blows
 from tests.attack.torture_checks import History, check_best, check_resumed, check_said
 from tests.attack.torture_runs import Life
+from utils.checkpoint.format import checkpoint_path
 from utils.distributed import World
 
 NUM_CLASSES = 4
@@ -132,21 +134,14 @@ def _rewrite(folder: Path, name: str, change: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _remove(run: Path, step: int) -> None:
-    folder = run / "checkpoints" / f"step_{step:08d}"
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-
-
 def test_a_checkpoint_that_is_gone_is_found_unless_the_rule_lets_it_go(tmp_path: Path):
     history = _seen(tmp_path)
     _save(tmp_path, 12)
-    _remove(tmp_path, 6)  # two are newer, and another is better
+    shutil.rmtree(checkpoint_path(tmp_path, 6))  # two are newer, and another is better
     assert history.check() == []
-    _remove(tmp_path, 3)
+    shutil.rmtree(checkpoint_path(tmp_path, 3))
     assert history.check() == ["step 3 is gone, which was one of the newest 2 or the best"]
-    _remove(tmp_path, 12)
+    shutil.rmtree(checkpoint_path(tmp_path, 12))
     assert "the newest checkpoint was step 12, now it is 9" in history.check()
 
 
@@ -155,7 +150,7 @@ def test_a_best_score_without_its_checkpoint_is_found(tmp_path: Path):
     scores = ((3, 0.9), (6, 0.5))
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "kind": "tiny", "accuracy": {s}}}\n' for n, s in scores))
     assert check_best(tmp_path) == []
-    _remove(tmp_path, 3)
+    shutil.rmtree(checkpoint_path(tmp_path, 3))
     assert check_best(tmp_path) == ["the best score was 0.9, the checkpoints that are left have [0.5, None]"]
 
 

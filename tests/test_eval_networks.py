@@ -78,37 +78,28 @@ def faces(tmp_path: Path) -> list[str]:
     return ["--targets", str(path), "--device", "cpu", "--threads", "1"]
 
 
-@pytest.mark.parametrize("name", ["net.pt", "backbone.pth", "net.safetensors", "net.onnx", "net"])
-def test_torchscript_runs_only_with_trust_code_whatever_its_name(
-    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((name, "TorchScript") for name in ("net.pt", "backbone.pth", "net.safetensors", "net.onnx", "net")),
+        ("net.pt2", "torch.export"),
+    ],
+)
+def test_a_program_runs_only_with_trust_code_whatever_its_name(
+    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], name: str, what: str
 ):
     marker = tmp_path / "marker"
-    path = _torchscript(tmp_path / name, marker)
+    path = (_torchscript if what == "TorchScript" else _exported)(tmp_path / name, marker)
     assert evaluate([str(path), *faces]) == 1 and not marker.exists()
     said = one_line(capsys, "embedding: ")
-    assert str(path) in said and "TorchScript" in said and "--trust-code" in said and "your rights" in said
+    assert str(path) in said and what in said and "--trust-code" in said and "your rights" in said
     assert evaluate([str(path), *faces, *SMALL]) == 1 and not marker.exists()  # --backbone: weights, never a program
     assert str(path) in one_line(capsys, "embedding: ")
     assert evaluate([str(path), *faces, *SMALL, "--trust-code"]) == 1 and not marker.exists()
     assert "--trust-code" in one_line(capsys, "embedding: ")
-    if name in ("net.pt", "net.onnx"):
+    if name in ("net.pt", "net.onnx", "net.pt2"):
         run_program(evaluate, [[str(path), *faces, "--trust-code"]])
         assert marker.exists()  # it is a real one
-
-
-def test_an_exported_program_runs_only_with_trust_code(tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str]):
-    marker = tmp_path / "marker"
-    path = _exported(tmp_path / "net.pt2", marker)
-    assert evaluate([str(path), *faces]) == 1 and not marker.exists()
-    said = one_line(capsys, "embedding: ")
-    assert str(path) in said and "torch.export" in said and "--trust-code" in said
-    assert evaluate([str(path), *faces, *SMALL]) == 1 and not marker.exists()
-    assert str(path) in one_line(capsys, "embedding: ")
-    path.rename(tmp_path / "net.pth")  # under another name it is no program, and no weights either
-    assert evaluate([str(tmp_path / "net.pth"), *faces, *SMALL]) == 1 and not marker.exists()
-    (tmp_path / "net.pth").rename(path)
-    run_program(evaluate, [[str(path), *faces, "--trust-code"]])
-    assert marker.exists()
 
 
 @pytest.mark.parametrize("make", [_torchscript, _exported, _pickle])

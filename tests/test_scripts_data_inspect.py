@@ -275,10 +275,6 @@ def test_the_sheet_of_augmentations_has_a_row_for_each(tmp_path: Path, people: P
     sheet = cv2.imread(str(out))
     assert sheet.shape == (10 * 134 + 4, 5 * 116 + 4, 3)
     shown = sheet[18:130, 4:116, ::-1]
-    assert any(np.array_equal(shown, picture_of_the_set) for picture_of_the_set in _decoded(people))
+    assert any(np.array_equal(shown, cv2.imread(str(path))[:, :, ::-1]) for path in people.rglob("*.jpg"))
     assert show_augmentation.main([str(people), str(out), "augment.blurr=0.5"]) == 1
     assert "augment.blur" in capsys.readouterr().err
-
-
-def _decoded(people: Path) -> list[np.ndarray]:
-    return [cv2.imread(str(path))[:, :, ::-1] for path in people.rglob("*.jpg")]

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -179,16 +180,12 @@ def test_what_is_there_is_kept_unless_overwritten(folder: Path, capsys: pytest.C
 def test_an_interrupted_drawing_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["--out", str(tmp_path), "--processes", "1", "--identities", "2", "--images-per-identity", "1"]
     with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(demo, "write_verification_set", _interrupt)
+        patch.setattr(demo, "write_verification_set", mock.Mock(side_effect=InterruptedError))
         demo.main(arguments)
     assert (tmp_path / "train.rec").is_file() and not (tmp_path / "dataset.json").is_file()
     monkeypatch.setattr(demo, "SETS", ("demo_wild",))
     assert demo.main(arguments) == 0
     assert (tmp_path / "dataset.json").is_file() and (tmp_path / "demo_wild.bin").is_file()
-
-
-def _interrupt(*arguments: object) -> None:
-    raise InterruptedError
 
 
 @pytest.mark.parametrize("kind", demo.SETS)
