@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pickle
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -139,13 +138,6 @@ def test_above_2_to_the_24_images_are_found_by_what_records_hold(tmp_path: Path)
     assert _labels(dataset) == [0, 0, 0, 1, 1, 1, 2]
     assert [bytes(dataset.sample(i)[0]) for i in range(count)] == [payload for _, _, payload in images]
     assert "train.rec: header record" in dataset.describe()
-
-
-def test_an_insightface_set_without_its_index_keeps_its_images(tmp_path: Path) -> None:
-    shutil.copyfile(SETS / "02_insightface_vec" / "train.rec", tmp_path / "train.rec")
-    dataset, whole = RecordDataset(str(tmp_path)), RecordDataset(str(SETS / "02_insightface_vec"))
-    assert _labels(dataset) == _labels(whole)
-    assert all((_pixels(dataset, i) == _pixels(whole, i)).all() for i in range(whole.num_images))
 
 
 @pytest.mark.parametrize("label", [0.5, -1, float("nan"), float("inf"), LIMIT, [2.5, 1.0]])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pictures import jpeg
 
 from data.base import FaceDataset
 from data.loader import Loader
@@ -92,12 +93,9 @@ def test_a_set_that_is_bad_throughout_is_no_case_for_skipping():
 
 
 def test_damage_of_a_record_file_is_skipped_as_well(tmp_path: Path):
-    import cv2
-
-    jpeg = cv2.imencode(".jpg", np.full((112, 112, 3), 90, np.uint8))[1].tobytes()
     with RecordSetWriter(tmp_path) as writer:
         for label in range(4):
-            writer.add(label, jpeg)
+            writer.add(label, jpeg(np.full((112, 112, 3), 90, np.uint8)))
     dataset = RecordDataset(tmp_path)
     begin, _ = dataset.span(2)
     with open(tmp_path / "train.rec", "r+b") as file:

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from pictures import jpeg, picture
 from saving import save_now
 from tiny_runs import one_line
 from torch import nn
@@ -26,11 +27,6 @@ from utils.distributed import World
 from utils.image import normalise
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-
-
-def _jpeg(number: int) -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 255, (14, 14, 3)).astype(np.uint8)
-    return cv2.imencode(".jpg", cv2.resize(pixels, (112, 112)))[1].tobytes()
 
 
 def _model() -> nn.Module:
@@ -54,7 +50,7 @@ class InFloat64(nn.Module):
 
 
 def _decode(number: int) -> np.ndarray:
-    return cv2.cvtColor(cv2.imdecode(np.frombuffer(_jpeg(number), np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+    return cv2.cvtColor(cv2.imdecode(np.frombuffer(jpeg(picture(number)), np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
 
 
 def _slow_embeddings(model: nn.Module, num_images: int) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +101,7 @@ def test_ranks_share_the_images_and_give_what_one_image_at_a_time_gives(
 
 def _write_set(folder: Path, name: str, num_pairs: int = 20) -> None:
     same = [bool(pair % 2) for pair in range(num_pairs)]
-    images = [_jpeg(2 * pair + (side and not same[pair])) for pair in range(num_pairs) for side in (0, 1)]
+    images = [jpeg(picture(2 * pair + (side and not same[pair]))) for pair in range(num_pairs) for side in (0, 1)]
     write_bin(folder / f"{name}.bin", images, same)
 
 
@@ -155,7 +151,7 @@ def test_roc_curve_is_that_of_a_loop_over_thresholds():
 
 
 def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
-    images = [_jpeg(number) for number in range(2)]
+    images = [jpeg(picture(number)) for number in range(2)]
     pairs = PairSet("bad", images, np.zeros(20, np.int64), np.ones(20, np.int64), np.arange(20) % 2 == 0)
     model = _model()
     model.fc.weight.data.fill_(float("nan"))

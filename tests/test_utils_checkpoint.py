@@ -80,27 +80,26 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path):
     assert (path / "manifest.json").read_bytes() == before
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
-    for step, score in [(1, 0.3), (2, 0.9), (3, None), (4, 0.2), (5, 0.0)]:
+SCORES = [0.1, None, 0.9, 0.2, 0.7, 0.8, 0.3, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep", "left"),
+    [
+        ([0.3, 0.9, None, 0.2, 0.0], {"keep_last": 2}, [2, 4, 5]),
+        ([0.5] * 10, {"keep_last": 2, "keep_every": 4}, [4, 8, 9, 10]),
+        *((SCORES, {"keep_last": 1, "keep_best": best}, left) for best, left in ((0, [8]), (1, [3, 8]), (3, [3, 5, 6, 8]))),
+    ],
+)
+def test_pruning_keeps_the_newest_the_best_and_each_of_so_many(
+    tmp_path: Path, scores: list[float | None], keep: dict[str, int], left: list[int]
+):
+    for step, score in enumerate(scores, 1):
         _save(tmp_path, ALONE, step, score)
-    assert retention.prune(tmp_path, 2) == []
-    assert [int(p.name[5:]) for p in ckpt.list_checkpoints(tmp_path)] == [2, 4, 5]
-    assert retention.best_checkpoint(ckpt.list_checkpoints(tmp_path)).name == "step_00000002"
-
-
-def test_checkpoints_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path):
-    for step in range(1, 11):
-        _save(tmp_path, ALONE, step=step)
-        retention.prune(tmp_path, 2, keep_every=4)
-    assert [int(path.name[5:]) for path in ckpt.list_checkpoints(tmp_path)] == [4, 8, 9, 10]
-
-
-@pytest.mark.parametrize(("keep_best", "left"), [(0, [8]), (1, [3, 8]), (3, [3, 5, 6, 8])])
-def test_so_many_of_the_best_are_kept(tmp_path: Path, keep_best: int, left: list[int]):
-    for step, score in [(1, 0.1), (2, None), (3, 0.9), (4, 0.2), (5, 0.7), (6, 0.8), (7, 0.3), (8, 0.4)]:
-        _save(tmp_path, ALONE, step, score)
-    retention.prune(tmp_path, 1, keep_best=keep_best)
-    assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == left
+    assert retention.prune(tmp_path, **keep) == []
+    checkpoints = ckpt.list_checkpoints(tmp_path)
+    assert [ckpt.step_of(path) for path in checkpoints] == left
+    assert ckpt.step_of(retention.best_checkpoint(checkpoints)) == max(left, key=lambda step: (scores[step - 1] or 0, step))
 
 
 def test_pruning_never_deletes_the_only_whole_checkpoint(tmp_path: Path):

@@ -181,23 +181,18 @@ def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Pat
     assert _check_whole(tmp_path) == [1, 2]
 
 
-def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    warnings: list[str] = []
-    monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda world: 100)
-    with _writer(tmp_path, warn=warnings.append) as writer:
-        writer.save(3, **as_files(**_state(3)))
-        assert not writer.is_writing and "no memory for a copy" in warnings[0]
-    assert _check_whole(tmp_path) == [3]
-
-
-def test_memory_that_is_not_to_be_had_after_all_costs_waiting_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("found", ["before", "after all"])
+def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str):
     def refused(*arguments: object, **more: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     warnings: list[str] = []
     with _writer(tmp_path, warn=warnings.append) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(mmap, "mmap", refused)
+            if found == "before":
+                patch.setattr(checkpoint_writer, "available_bytes", lambda world: 100)
+            else:
+                patch.setattr(mmap, "mmap", refused)
             writer.save(3, **as_files(**_state(3)))
         assert not writer.is_writing and "no memory for a copy" in warnings[0]
         writer.save(4, **as_files(**_state(4)))
