@@ -179,16 +179,12 @@ def test_other_pixels_or_pairs_are_another_training(config: Path, out: Path, tmp
     shutil.copytree(config.parent / "set", tmp_path / "elsewhere")
     path = tmp_path / "elsewhere" / ("train.rec" if changed == "pixels" else "tiny.bin")
     data = bytearray(path.read_bytes())
-    for start in _ends_of_jpegs(bytes(data)):
-        data[start - 40] ^= 1  # an encoded pixel
+    for end in re.finditer(b"\xff\xd9", bytes(data)):
+        data[end.start() - 40] ^= 1  # an encoded pixel
     path.write_bytes(data)
     elsewhere = [*_arguments(config, tmp_path / "out"), f"data.path={tmp_path / 'elsewhere'}"]
     rows = [job.folder.name for job in losses.list_jobs(losses.parse(elsewhere), ["cosface", "sphereface2"])]
     assert not {row["run"] for row in json.loads((out / "all.json").read_text())} & set(rows)
-
-
-def _ends_of_jpegs(data: bytes) -> list[int]:
-    return [found.start() for found in re.finditer(b"\xff\xd9", data)]
 
 
 def test_what_has_an_option_of_its_own_is_no_key_of_set(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -174,9 +174,8 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
     assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, factors, "train.max_steps=6", "run.name=whole")) == 0
     ends = [read_backbone(list_checkpoints(tmp_path / name)[-1]) for name in ("tiny", "whole")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
-    assert (
-        train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, "train.max_steps=7")) == 0
-    )  # one group of parameters now
+    # one group of parameters now
+    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, "train.max_steps=7")) == 0
 
 
 def test_the_table_of_rules_is_logged_and_a_run_goes_on_under_others(

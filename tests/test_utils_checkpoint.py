@@ -9,7 +9,6 @@ import torch
 from saving import no_space, save_now
 
 from utils.checkpoint import format as ckpt
-from utils.checkpoint import format as retention
 from utils.checkpoint import reading
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.tensor_file import read_tensors
@@ -96,10 +95,10 @@ def test_pruning_keeps_the_newest_the_best_and_each_of_so_many(
 ):
     for step, score in enumerate(scores, 1):
         _save(tmp_path, ALONE, step, score)
-    assert retention.prune(tmp_path, **keep) == []
+    assert ckpt.prune(tmp_path, **keep) == []
     checkpoints = ckpt.list_checkpoints(tmp_path)
     assert [ckpt.step_of(path) for path in checkpoints] == left
-    assert ckpt.step_of(retention.best_checkpoint(checkpoints)) == max(left, key=lambda step: (scores[step - 1] or 0, step))
+    assert ckpt.step_of(ckpt.best_checkpoint(checkpoints)) == max(left, key=lambda step: (scores[step - 1] or 0, step))
 
 
 def test_pruning_never_deletes_the_only_whole_checkpoint(tmp_path: Path):
@@ -108,7 +107,7 @@ def test_pruning_never_deletes_the_only_whole_checkpoint(tmp_path: Path):
         _save(tmp_path, ALONE, step, None)
     for step in (2, 3):
         (ckpt.checkpoint_path(tmp_path, step) / "trainer.pt").unlink()
-    warnings = retention.prune(tmp_path, 1)
+    warnings = ckpt.prune(tmp_path, 1)
     assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == [1, 2, 3]
     assert len(warnings) == 2 and "trainer.pt is missing" in warnings[0]
 
