@@ -167,11 +167,7 @@ def selection_score(results: Mapping[str, Result], metric: str) -> float:
 def evaluate(
     model: nn.Module, protocols: Iterable[Protocol[Found]], world: World, settings: EmbedSettings, shows_progress: bool = False
 ) -> Iterator[tuple[str, Found]]:
-    """Yield (name, result) of each protocol, the same on every rank.
-
-    Raises:
-        ValueError: on every rank, naming the set.
-    """
+    """Yield (name, result) of each protocol, the same on every rank; ValueError, on every rank, names the set."""
     embed = Embed(model, world, settings, shows_progress)
     for protocol in protocols:
         try:

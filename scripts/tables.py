@@ -31,12 +31,7 @@ def write(pages: Sequence[Path]) -> None:
 
 
 def with_tables(page: Path) -> str:
-    """Return the text of a page with its tables made anew.
-
-    Raises:
-        OSError: the page cannot be read.
-        ValueError: it has no place for a table.
-    """
+    """Return the text of a page with its tables made anew; ValueError if it has no place for a table."""
     text, found = page.read_text(encoding="utf-8"), False
     for name, rows in (("losses", _losses()), ("backbones", _backbones())):
         before, begin, rest = text.partition(f"<!-- begin: {name} -->\n")

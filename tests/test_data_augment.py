@@ -69,7 +69,7 @@ def test_crop_of_everything_changes_nothing():
 
 @pytest.mark.parametrize("down", range(5))
 @pytest.mark.parametrize("up", range(5))
-def test_low_resolution_goes_through_a_smallpicture(down: int, up: int):
+def test_low_resolution_goes_through_a_small_picture(down: int, up: int):
     found = _apply("low_resolution", picture(3), [0.0, (down + 0.5) / 5, (up + 0.5) / 5], low_resolution_side=0.25)
     kinds = (cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_AREA, cv2.INTER_CUBIC, cv2.INTER_LANCZOS4)
     small = cv2.resize(picture(3), (28, 28), interpolation=kinds[down])

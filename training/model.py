@@ -150,11 +150,7 @@ class WeightAverage:
         return {**self.network.state_dict(), **counters}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Load an average that `state` returned.
-
-        Raises:
-            RuntimeError: it is of another network.
-        """
+        """Load an average that `state` returned; RuntimeError if it is of another network."""
         self.network.load_state_dict(state)
 
 

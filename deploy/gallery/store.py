@@ -189,11 +189,7 @@ class Gallery:
             return self._searchers[key][1]
 
     def check(self) -> int:
-        """Read every byte of the gallery; return the number of faces.
-
-        Raises:
-            ValueError: something is damaged.
-        """
+        """Read every byte of the gallery and return the number of faces; ValueError if something is damaged."""
         self._searchers.clear()  # one that followed changes has not read what it holds from the file
         self.searcher()  # reads and checks all vectors
         with self.reading():

@@ -148,12 +148,7 @@ def write_into_page(page: Path, text: str, start: str) -> None:
 
 
 def split_page(page: Path, start: str) -> tuple[str, str]:
-    """Return what stands before the line `start` on a page, and after the line END.
-
-    Raises:
-        OSError: the page cannot be read.
-        ValueError: the page does not have these two lines.
-    """
+    """Return what stands before the line `start` on a page, and after the line END; ValueError without these two lines."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(start)
     _, end, after = rest.partition(END)
     if not begin or not end:
