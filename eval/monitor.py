@@ -113,7 +113,8 @@ def _find_set(folder: str, target: str, setting: str, folder_setting: str) -> Pa
     bases = ([Path(target)] if is_path else []) + ([Path(folder) / target] if folder else [])
     for base in bases:
         endings = ("",) if base.suffix in SUFFIXES[:-1] else SUFFIXES
-        path = next((p for ending in endings if _is_set(p := Path(f"{base}{ending}"))), None)
+        paths = (Path(f"{base}{ending}") for ending in endings)
+        path = next((p for p in paths if (p.is_file() if p.suffix in SUFFIXES[:-1] else p.is_dir())), None)
         if path is not None:
             return path
     where = bases[0]
@@ -134,11 +135,6 @@ def _distinct_names(paths: list[Path]) -> list[str]:
         names = [longer[place] if names.count(name) > 1 else name for place, name in enumerate(names)]
     endings = [path.suffix[1:] for path in paths]  # of a.bin and a.csv in one folder
     return [f"{name}_{ending}" if names.count(name) > 1 else name for name, ending in zip(names, endings, strict=True)]
-
-
-def _is_set(path: Path) -> bool:
-    """Return whether path can be a verification set: a file, or a folder if the name has no extension."""
-    return path.is_file() if path.suffix in SUFFIXES[:-1] else path.is_dir()
 
 
 def check_metric(protocols: Sequence[Protocol[Result]], metric: str) -> None:

@@ -1,10 +1,13 @@
 """`face quality`: measures of a table and of other programs' files, on planted quality."""
 
 import argparse
+import base64
 import itertools
 import json
+import re
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from pictures import jpeg, picture
@@ -39,7 +42,7 @@ def there(tmp_path: Path) -> Path:
     (tmp_path / "ofiq.csv").write_text("\n".join(ofiq[:-1]) + "\n")  # OFIQ has not seen the last picture
     for row, name in enumerate(NAMES):
         (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "set" / name).write_bytes(jpeg(picture(row)))
+        (tmp_path / "set" / name).write_bytes(jpeg(picture(row, 64 if row % 2 else 112)))
     return tmp_path
 
 
@@ -84,6 +87,9 @@ def test_measures_are_compared_and_the_gates_are_those_of_enrolment(there: Path,
     assert float(line.split()[2]) == results["score"]["gate"]["limit"]
     page = (out / "report.html").read_text()
     assert all(f"Pictures: {name}" in page for name in columns)
+    for found in re.findall('data:image/png;base64,([^"]+)', page)[1:]:  # pictures of any size are shown
+        drawn = cv2.imdecode(np.frombuffer(base64.b64decode(found), np.uint8), cv2.IMREAD_COLOR)
+        assert (drawn.min(axis=2) < 250).mean() > 0.6
     head, *rows = (out / "results.csv").read_text().splitlines()
     assert head.split(",") == ["discarded", *columns] and len(rows) == 100
     assert float(rows[0].split(",")[2]) == pytest.approx(results["norm"]["fnmr"], 1e-5)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 
 from data.base import FaceDataset
 from data.datasets import open_set
-from utils.files import shown
-from utils.image import IMAGE_SIZE
+from utils.files import read_bytes, shown
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 
 from ..faces.detector import Detector
 from ..faces.pictures import UNREADABLE, Crop, Rejected, crops_of, list_pictures, read_crops, stamp_of
@@ -61,14 +62,19 @@ def open_reader(path: Path) -> Reader:
 
 
 def open_pixels(path: Path) -> Callable[[str], np.ndarray]:
-    """Return what reads the pixels of an aligned picture of a source by its name, for a page; white if it cannot be read."""
+    """Return what reads the pixels of a picture of a source by its name, for a page, small; white if it cannot be read."""
     if not path.exists():
         raise ValueError(f"--pictures: there is no {shown(path)}; give the folder or set that was embedded")
-    read = open_reader(path)
+    dataset = open_set(path) if _is_set(path) else None
 
     def pixels(name: str) -> np.ndarray:
-        found = read(name, None, IMAGE_SIZE, "only")
-        return np.full((1, 1, 3), 255, dtype=np.uint8) if isinstance(found, Rejected) else found[0].pixels
+        try:
+            image = read_bytes(path / name) if dataset is None else dataset.sample(int(name))[0]
+            found = image if isinstance(image, np.ndarray) else decode_rgb(image, MAX_PHOTO_PIXELS, upright=dataset is None)
+        except (OSError, ValueError):
+            return np.full((1, 1, 3), 255, dtype=np.uint8)
+        scale = min(1.0, IMAGE_SIZE / max(found.shape[:2]))
+        return cv2.resize(found, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
 
     return pixels
 
