@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import threading
+import zlib
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -22,7 +23,8 @@ import torch
 import torch.multiprocessing as mp
 import xxhash
 from faulty_disk import Disk, faulty
-from test_deploy_faces_crops import _bomb, _png
+from pictures import png_of
+from test_deploy_faces_crops import _png
 from tiny_detectors import picture, write_detector
 from tiny_networks import MEAN_COLOUR, write_onnx
 from tiny_runs import Started, one_line, wait_for
@@ -76,7 +78,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (person / f"{number:02}.png").write_bytes(_png(_pixels(number)))
     (root / "alone.png").write_bytes(_png(_pixels(99)))
     (root / "person1" / "photograph.png").write_bytes(_png(_pixels(98, 64)))
-    (root / "person2" / "bomb.png").write_bytes(_bomb(60_000, 60_000))
+    (root / "person2" / "bomb.png").write_bytes(png_of(60_000, 60_000, zlib.compress(bytes(1000))))
     (root / "person2" / "text.jpg").write_text("no picture")
     return root
 
