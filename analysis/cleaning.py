@@ -68,8 +68,7 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
     """
     count = int(labels.max()) + 1
     keys = row_keys(vectors)
-    order = np.lexsort((keys, labels))
-    members = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    members = _by_label(np.arange(len(labels)), keys, labels)
     several = sum(len(rows) > 1 for rows in members)
     if several < FEWEST:
         raise ValueError(f"distributions need at least {FEWEST} identities with several images, got {several}")
@@ -109,6 +108,12 @@ def row_keys(vectors: np.ndarray) -> np.ndarray:
     for rows in _blocks(np.arange(len(vectors)), vectors.shape[1]):
         keys[rows] = (np.ascontiguousarray(vectors[rows]).view(np.uint32) * odd).sum(axis=1) >> np.uint64(16)
     return keys
+
+
+def _by_label(rows: np.ndarray, keys: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
+    """Return those of the rows (r,) that have each label, in the order of the labels, and then of the keys."""
+    order = rows[np.lexsort((keys[rows], labels[rows]))]
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else []
 
 
 def _blocks(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
@@ -326,10 +331,9 @@ def _halves(vectors: np.ndarray, keys: np.ndarray, found: Found) -> list[tuple[i
     merged = {identity for pair in found.merges for identity in pair[:2]}
     right = np.ones(len(keys), dtype=bool)
     right[found.wrong] = False
-    order = np.flatnonzero(right & (found.centres.size > 0)[found.labels])
-    order = order[np.lexsort((keys[order], found.labels[order]))]
+    right &= (found.centres.size > 0)[found.labels]
     parted: list[tuple[float, int, np.ndarray, float]] = []
-    for rows in progress(np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1), None, "parting", "identity"):
+    for rows in progress(_by_label(np.flatnonzero(right), keys, found.labels), None, "parting", "identity"):
         if int(found.labels[rows[0]]) in merged:
             continue
         x = vectors[rows[:_MOST]]
@@ -370,12 +374,11 @@ def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float
     rest, splits = found.wrong[found.other_sure < 0.5], []
     for identity, half, sure in _halves(vectors, keys, found):
         centre = vectors[half].sum(axis=0)
-        near = vectors[rest] @ centre > found.centres.border.cosine * np.linalg.norm(centre)
-        near &= found.labels[rest] == identity
-        splits.append((identity, np.sort(np.concatenate([half, rest[near]])), sure))
-        rest = rest[~near]
-    order = rest[np.lexsort((keys[rest], found.labels[rest]))]
-    groups = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)
+        own = rest[found.labels[rest] == identity]
+        near = own[vectors[own] @ centre > found.centres.border.cosine * np.linalg.norm(centre)]
+        splits.append((identity, np.sort(np.concatenate([half, near])), sure))
+        rest = rest[~np.isin(rest, near)]
+    groups = _by_label(rest, keys, found.labels)
     for rows in groups:
         while len(rows) >= SMALLEST:
             group, k = _dominant(vectors, rows, found.pair_border.cosine), len(rows)

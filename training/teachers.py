@@ -60,8 +60,8 @@ class Projection:
         moments: (D, D + E) float32, the sums of e e^T and e f^T.
     """
 
-    def __init__(self, dim: int, other: int) -> None:
-        self.moments = torch.zeros(dim, dim + other)
+    def __init__(self, dim: int, other: int, device: torch.device | None = None) -> None:
+        self.moments = torch.zeros(dim, dim + other, device=device)
 
     def __call__(self, student: Tensor, teacher: Tensor, collectives: Collectives) -> Tensor:
         """Take embeddings (b, D) and (b, E) in; return W e, (b, E). A collective call."""
@@ -102,7 +102,7 @@ class Teacher(NamedTuple):
         soft_targets: of that loss; None until the run has its head.
         table: (images of the set, D) float32 in a file, its embeddings of all images as they are stored; None = the network.
         rows: (images of the set,) int64, the row of the table that each image has.
-        projection: for the embedding loss; None = the embeddings have the student's size.
+        projection: for the embedding loss, of a run; None = the embeddings have the student's size.
     """
 
     network: nn.Module
@@ -124,16 +124,17 @@ class Teacher(NamedTuple):
         """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
 
         Args:
-            head: of the run, to the classes of which the loss of the logits refers.
+            head: of the run, with the size of its embeddings, and the classes of the loss of the logits.
         """
         if self.identity == AVERAGE:
             assert average is not None, "a rule asks for train.ema"
             return self._replace(network=average)
         network = self.network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         targets = None if self.centres is None else SoftTargets(head, self.centres, self.temperature)
-        if self.projection is not None:
-            self.projection.moments = self.projection.moments.to(device)
-        return self._replace(network=network, soft_targets=targets)
+        own, other = head.embedding_size, self.embedding_size
+        mapped = f"{PREFIX}embedding" in self.losses and own != other
+        projection = Projection(own, other, device) if mapped else None
+        return self._replace(network=network, soft_targets=targets, projection=projection)
 
     def beside(self, memory: BackboneMemory, device: torch.device) -> BackboneMemory:
         """Return the memory of the backbone and of the teacher, whose forward pass is over before that of the backbone."""
@@ -246,7 +247,7 @@ def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
     if not section.path:
         return None
     if section.path.endswith(".npy"):
-        return _open_table(section, dataset, dim, losses)
+        return _open_table(section, dataset, losses)
     with prefix_errors("teacher.path"):
         network = read_network(section.path, section.options, config.run.threads)
         model = network.model.requires_grad_(False).eval()
@@ -256,11 +257,10 @@ def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
         centres = _centres(network, given) if section.logits else None
     # the input and output of a layer, and what goes around it
     memory, kind = 3 * largest[0], (mse, network.title, centres, section.temperature)
-    projection = Projection(dim, given) if section.embedding and given != dim else None
-    return Teacher(model, network.image_size, given, network.identity, memory, losses, *kind, projection=projection)
+    return Teacher(model, network.image_size, given, network.identity, memory, losses, *kind)
 
 
-def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[str, float]) -> Teacher:
+def _open_table(section: EasyDict, dataset: FaceDataset, losses: dict[str, float]) -> Teacher:
     """Return a teacher whose embeddings of the set were written by `face embed`."""
     with prefix_errors("teacher.path"):
         faces = read_table(Path(section.path))
@@ -273,10 +273,8 @@ def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[
             )
     some = faces.vectors[rows[:: -(-len(rows) // _SAMPLED)]]
     identity = digest_tensors({"norms": torch.from_numpy(faces.norms[rows]), "vectors": torch.from_numpy(some)})
-    mse, size, title = section.embedding_loss == "mse", faces.vectors.shape[1], f"the table {section.path}"
-    projection = Projection(dim, size) if section.embedding and size != dim else None
-    kind = (mse, title, None, 1.0, None, faces.vectors, rows, projection)
-    return Teacher(nn.Module(), 0, size, identity, 0, losses, *kind)
+    mse, size = section.embedding_loss == "mse", faces.vectors.shape[1]
+    return Teacher(nn.Module(), 0, size, identity, 0, losses, mse, f"the table {section.path}", table=faces.vectors, rows=rows)
 
 
 def _centres(network: Network, dim: int) -> CentreSource:

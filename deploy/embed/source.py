@@ -12,7 +12,7 @@ import numpy as np
 from data.base import FaceDataset
 from data.datasets import open_set
 from utils.files import read_bytes, shown
-from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, MAX_PIXELS, decode_rgb
 
 from ..faces.detector import Detector
 from ..faces.pictures import UNREADABLE, Crop, Rejected, crops_of, list_pictures, read_crops, stamp_of
@@ -65,12 +65,12 @@ def open_pixels(path: Path) -> Callable[[str], np.ndarray]:
     """Return what reads the pixels of a picture of a source by its name, for a page, small; white if it cannot be read."""
     if not path.exists():
         raise ValueError(f"--pictures: there is no {shown(path)}; give the folder or set that was embedded")
-    dataset = open_set(path) if _is_set(path) else None
+    dataset, most = (open_set(path), MAX_PIXELS) if _is_set(path) else (None, MAX_PHOTO_PIXELS)
 
     def pixels(name: str) -> np.ndarray:
         try:
             image = read_bytes(path / name) if dataset is None else dataset.sample(int(name))[0]
-            found = image if isinstance(image, np.ndarray) else decode_rgb(image, MAX_PHOTO_PIXELS, upright=dataset is None)
+            found = image if isinstance(image, np.ndarray) else decode_rgb(image, most, upright=dataset is None)
         except (OSError, ValueError):
             return np.full((1, 1, 3), 255, dtype=np.uint8)
         scale = min(1.0, IMAGE_SIZE / max(found.shape[:2]))
