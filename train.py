@@ -71,7 +71,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
-        parallel = for_training(config, model, world)
+        parallel = for_training(config, setup, model)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
         steps.flags = lambda: [bool(stop.name), writer.is_writing, writer.is_overdue(saving.every_minutes)]
@@ -163,10 +163,10 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         log.info(f"moving average of the backbone: decay {config.train.ema:g}; it {what}")
     if model.teacher is not None:
         log.info(f"teacher: {model.teacher.describe()}")
-    if config.train.compile != "off":
-        log.info(f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, perhaps minutes")
+    if setup.compile != "off":
+        log.info(f"backbone: torch.compile in mode {setup.compile}; the first step waits for it, perhaps minutes")
     elif setup.world.device.type == "cuda" and not config.backbone.sync_norm:
-        log.info("backbone: train.compile=reduce-overhead trains r50 1.4 times as fast on an H200, after a minute's wait")
+        log.info("backbone: train.compile=reduce-overhead trains r50 1.4 times as fast on one H200, after a minute's wait")
     for task in setup.tasks if len(setup.tasks) > 1 else []:
         log.info(f"task {task.name}: {task.order.batch_size} images of each step, {task.weight:g} of the loss")
     for name, head in model.heads.items():

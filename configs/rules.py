@@ -52,7 +52,7 @@ CHOICES = {
     "optimizer.name": ("sgd", "adamw", "lamb"),
     "schedule.kind": SCHEDULES,
     "teacher.embedding_loss": ("cosine", "mse"),
-    "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),
+    "train.compile": ("auto", "off", "default", "reduce-overhead", "max-autotune"),
     "train.precision": ("fp32", "bf16", "fp16", "auto"),
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6", "rank_1"),
 }
@@ -238,7 +238,7 @@ def _check_across(tree: dict[str, Any]) -> None:
         for key in ("num_classes", "num_images"):
             if data[key] < 1:
                 raise ValueError(f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}")
-    if tree["backbone"]["sync_norm"] and train["compile"] != "off":
+    if tree["backbone"]["sync_norm"] and train["compile"] not in ("auto", "off"):
         raise ValueError(
             f"backbone.sync_norm=true needs train.compile=off, got {train['compile']}: what other processes send cannot be "
             "compiled"

@@ -3,17 +3,19 @@
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from rounding import network_bound
-from tiny_runs import final_weights, read_metrics, run_program, run_train, tiny_run
+from tiny_runs import ROOT, final_weights, read_metrics, run_program, run_train, tiny_run
 from torch import Tensor, nn
 
 import train
 from backbones import build_backbone
+from configs import load_config
+from training import setup
 from training.model import Recorded
-from training.setup import check_compile
 
 SETTINGS = [
     "backbone.name=one_block", "backbone.dropout=0.3", "train.max_steps=3", "eval.every=2", "checkpoint.every=0",
@@ -61,7 +63,38 @@ def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a
 
 def test_cuda_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match=r"train.compile=reduce-overhead records CUDA graphs.*set train.compile=default"):
-        check_compile("reduce-overhead", torch.device("cpu"))
+        setup.check_compile("reduce-overhead", torch.device("cpu"))
+
+
+AUTO = {"train.max_steps": 5000, "train.compile": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "keys", "taken"),
+    [
+        (1, "cuda", AUTO, "reduce-overhead"),
+        (1, "cuda", AUTO | {"train.compile": "default"}, "default"),
+        (1, "cpu", AUTO, "off"),
+        (2, "cuda", AUTO, "off"),
+        (1, "cuda", AUTO | {"train.max_steps": 4999}, "off"),
+        (1, "cuda", AUTO | {"backbone.name": "vit_t"}, "off"),
+        (1, "cuda", AUTO | {"backbone.name": "timm:resnet18"}, "off"),
+        (1, "cuda", AUTO | {"backbone.checkpointing": "true"}, "off"),
+        (1, "cuda", AUTO | {"backbone.sync_norm": "true"}, "off"),
+        (1, "cuda", AUTO | {"backbone.dropout": 0.1}, "off"),
+    ],
+)
+def test_auto_takes_cuda_graphs_where_they_were_measured_to_pay(
+    monkeypatch: pytest.MonkeyPatch, processes: int, device: str, keys: dict[str, object], taken: str
+):
+    monkeypatch.setattr(setup, "check_compile", lambda mode, device: None)
+    config = load_config(ROOT / "configs" / "ms1mv3_r50.yaml", [f"{key}={value}" for key, value in keys.items()])
+    found = setup.choose_compile(config, torch.device(device), processes, config.train.max_steps)
+    assert found == (taken, [])
+    if taken == "reduce-overhead":
+        monkeypatch.setattr(setup, "check_compile", mock.Mock(side_effect=ValueError("no Triton")))
+        mode, (warning,) = setup.choose_compile(config, torch.device(device), processes, config.train.max_steps)
+        assert mode == "off" and warning.startswith("train.compile=auto takes off") and "no Triton" in warning
 
 
 def test_recording_leaves_the_network_as_it_was_and_keeps_no_pass(monkeypatch: pytest.MonkeyPatch):

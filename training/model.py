@@ -53,14 +53,15 @@ from .teachers import PROJECTION, Teacher, centre_bytes
 _RECORDED = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-def for_training(config: EasyDict, model: "Model", world: World) -> nn.Module:
+def for_training(config: EasyDict, setup: Setup, model: "Model") -> nn.Module:
     """Return what a training step calls: the backbone in its modes of training, compiled, and shared by the ranks.
 
     A collective call. No other thread may use CUDA meanwhile, because it may record graphs.
     """
-    mode, device, module = config.train.compile, world.device, model.backbone
+    mode, world, device, module = setup.compile, setup.world, setup.world.device, model.backbone
     set_training(module, config.backbone.freeze_norm, frozen_parts(module, config.backbone.freeze, config.backbone.train_last))
     if mode != "off":
+        warnings.filterwarnings("ignore", "TensorFloat32")  # train.tf32 decides
         # dropout, drop path and token masks are then those of the network itself; the compiler's own would be others
         torch._inductor.config.fallback_random = True
         recorded = _RECORDED.get(mode) if device.type == "cuda" else None
@@ -71,7 +72,7 @@ def for_training(config: EasyDict, model: "Model", world: World) -> nn.Module:
             try:
                 module = Recorded(module, normalise(images), model.autocast)
             except RuntimeError as error:
-                why = first_line(error)
+                why = first_line(error.__context__ or error)  # what broke the recording, not that it is broken
                 raise ValueError(f"train.compile={mode} cannot record the backbone: {why}; set train.compile=default") from None
     return as_data_parallel(module, world)
 

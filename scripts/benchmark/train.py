@@ -89,7 +89,7 @@ class OurTraining:
         self.config, self.setup, self.world, self.device = config, setup, setup.world, setup.world.device
         self.model = build_model(config, setup)
         torch.backends.cudnn.benchmark = True
-        self.parallel = for_training(config, self.model, self.world)
+        self.parallel = for_training(config, setup, self.model)
         heads = [self.model.heads[task.name] for task in setup.tasks]
         self.ahead = iter(StepsAhead(open_loaders(config, setup, 0), heads, 0, config.train.accumulation))
         self.late = LateValues()
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=count, default=64, help="images of a step, over all processes")
     parser.add_argument("--classes", type=count, default=10_000, help="identities")
     parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="train.precision of ours")
-    parser.add_argument("--compile", choices=CHOICES["train.compile"], default="off", help="train.compile of ours")
+    parser.add_argument("--compile", choices=CHOICES["train.compile"], default="auto", help="train.compile of ours")
     parser.add_argument("--processes", type=count, default=1, help="processes on this machine, one per GPU")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads of a process, 0 = share the cores")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of ours, as for train.py")
