@@ -172,10 +172,10 @@ class Searcher:
         """Return the first k people of some entries."""
         wide = query.astype(np.float64)
         if self.by == "template":
-            parts = [
-                (exact_products(pooled, wide), _best_images(exact_products(images, wide), owner, numbers))
-                for pooled, images, owner, numbers in self._templates(near)
-            ]
+            parts = []
+            for pooled, images, owner, numbers in self._templates(near):
+                order = np.lexsort((numbers, -exact_products(images, wide), owner))  # of equal images the lowest number first
+                parts.append((exact_products(pooled, wide), numbers[order[np.unique(owner, return_index=True)[1]]]))
             scores, numbers = (np.concatenate(part) for part in zip(*parts, strict=True))
         else:
             numbers = self.numbers[near]
@@ -228,12 +228,6 @@ def exact_products(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
 def _blocks(rows: np.ndarray) -> list[np.ndarray]:
     """Return rows in parts that are read or computed at once, one part at least."""
     return np.split(rows, range(_EXACT_ROWS, len(rows), _EXACT_ROWS))
-
-
-def _best_images(cosines: np.ndarray, owner: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the number of the image with the highest cosine of each owner; of equal ones, the lowest."""
-    order = np.lexsort((numbers, -cosines, owner))
-    return numbers[order[np.unique(owner, return_index=True)[1]]]
 
 
 def _rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

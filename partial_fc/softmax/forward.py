@@ -26,12 +26,6 @@ from .passes import Batch, Pull, ShardSums, State, TwoPass
 Observe = Callable[[Tensor, Tensor], State]
 
 
-def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (unit rows, norms (n, 1)) of (n, D) fp32; a zero row stays zero."""
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
-    return rows / norms, norms
-
-
 class Step(NamedTuple):
     """What begin_step of the head decided and the forwards since left behind, until its step() uses it.
 
@@ -66,7 +60,8 @@ class Forward:
         """Return (mean loss over all ranks, its gradient for this rank's (b, D) embeddings), and add to the step."""
         everyone = self.collectives.all_gather(embeddings.to(self.config.wire_dtype)).float()
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
-        unit, norm = _unit_rows(everyone)
+        norm = torch.linalg.vector_norm(everyone, dim=1, keepdim=True).clamp_min(1e-12)
+        unit = everyone / norm  # a zero row stays zero
         here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
         passes = self.passes
         centres, which = target_centres(passes.centre_store, rows, unit[here], passes.sub_centers)

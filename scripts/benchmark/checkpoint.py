@@ -75,12 +75,12 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
     writer = CheckpointWriter(folder / "ours", world, RetentionPolicy(last=1, best=0))
     for number in range(options.rounds + 1):
-        alone.append(_products_per_second(until=_after(0.5)))
+        alone.append(_products_per_second(until=lambda seconds: seconds > 0.5))
         os.sync()
         begun = time.perf_counter()
         writer.save(next(steps), state, facts)
         waited = time.perf_counter() - begun
-        rate = _products_per_second(until=lambda: not writer.is_writing)
+        rate = _products_per_second(until=lambda _: not writer.is_writing)
         writer.finish()
         complete = time.perf_counter() - begun
         if number == 0:
@@ -145,15 +145,10 @@ def _timed(act: Callable[[], object]) -> float:
     return seconds_of(act)
 
 
-def _after(seconds: float) -> Callable[[], bool]:
-    end = time.perf_counter() + seconds
-    return lambda: time.perf_counter() > end
-
-
-def _products_per_second(until: Callable[[], bool]) -> float:
-    """Return the matrix products per second of this process until `until` returns true."""
+def _products_per_second(until: Callable[[float], bool]) -> float:
+    """Return the matrix products per second of this process until `until` is true of the seconds since."""
     matrix, count, begun = torch.randn(512, 512), 0, time.perf_counter()
-    while not until():
+    while not until(time.perf_counter() - begun):
         torch.mm(matrix, matrix)
         count += 1
     return max(count, 1) / (time.perf_counter() - begun)

@@ -17,7 +17,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,8 @@ class HostCopy:
         if places != self._places:
             self.release()
             self._allocate(places)
-        return _copied(state, iter(self._tensors), non_blocking=self._registered > 0)
+        into = iter(self._tensors)
+        return _mapped(state, lambda tensor: next(into).copy_(tensor.detach(), non_blocking=self._registered > 0))
 
     def release(self) -> None:
         """Give the memory back once nobody uses the last copy any more; what is pinned is ordinary memory from now on."""
@@ -124,25 +125,20 @@ def _place(tensor: Tensor) -> _Place:
     return _Place(tensor.dtype, tuple(tensor.shape), dense.stride())
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
+def _tensors_in(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(value, found.append)
+    return found
 
 
-def _copied(value: Any, into: Iterator[Tensor], non_blocking: bool) -> Any:
-    """Return the value with a copy of each tensor, in the memory that comes next in the order of `_tensors_in`."""
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a state with what `change` makes of each tensor."""
     if isinstance(value, Tensor):
-        return next(into).copy_(value.detach(), non_blocking=non_blocking)
+        return change(value)
     if isinstance(value, dict):
-        return {key: _copied(item, into, non_blocking) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item, into, non_blocking) for item in value)
+        return type(value)(_mapped(item, change) for item in value)
     return value
 
 
