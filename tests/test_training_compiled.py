@@ -16,6 +16,7 @@ from backbones import build_backbone
 from configs import load_config
 from training import setup
 from training.model import Recorded
+from training.sections import NAMED
 
 SETTINGS = [
     "backbone.name=one_block", "backbone.dropout=0.3", "train.max_steps=3", "eval.every=2", "checkpoint.every=0",
@@ -78,7 +79,6 @@ AUTO = {"train.max_steps": 5000, "train.compile": "auto"}
         (2, "cuda", AUTO, "off"),
         (1, "cuda", AUTO | {"train.max_steps": 4999}, "off"),
         (1, "cuda", AUTO | {"backbone.name": "vit_t"}, "off"),
-        (1, "cuda", AUTO | {"backbone.name": "timm:resnet18"}, "off"),
         (1, "cuda", AUTO | {"backbone.checkpointing": "true"}, "off"),
         (1, "cuda", AUTO | {"backbone.sync_norm": "true"}, "off"),
         (1, "cuda", AUTO | {"backbone.dropout": 0.1}, "off"),
@@ -88,7 +88,7 @@ def test_auto_takes_cuda_graphs_where_they_were_measured_to_pay(
     monkeypatch: pytest.MonkeyPatch, processes: int, device: str, keys: dict[str, object], taken: str
 ):
     monkeypatch.setattr(setup, "check_compile", lambda mode, device: None)
-    config = load_config(ROOT / "configs" / "ms1mv3_r50.yaml", [f"{key}={value}" for key, value in keys.items()])
+    config = load_config(ROOT / "configs" / "ms1mv3_r50.yaml", [f"{key}={value}" for key, value in keys.items()], NAMED)
     found = setup.choose_compile(config, torch.device(device), processes, config.train.max_steps)
     assert found == (taken, [])
     if taken == "reduce-overhead":

@@ -289,7 +289,7 @@ def choose_compile(config: EasyDict, device: torch.device, processes: int, steps
     mode, backbone = config.train.compile, config.backbone
     if mode != "auto":
         return mode, []
-    plain = backbone.name in BACKBONES and BACKBONES[backbone.name].func is IResNet
+    plain = getattr(BACKBONES.get(backbone.name), "func", None) is IResNet
     unlike = not plain or backbone.dropout or backbone.sync_norm or backbone.checkpointing
     if device.type == "cpu" or processes > 1 or steps < 5000 or unlike:
         return "off", []

@@ -20,9 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun with these arguments; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     here = Path(__file__).resolve().parent
-    sys.path[:] = [
-        path for path in sys.path if Path(path).resolve() != here
-    ]  # `python FILE` puts this folder first in sys.path
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # `python FILE` puts this folder first
     from torch.distributed import DistError, run
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -40,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if failure.exitcode < 0:  # killed by a signal, so it could not report anything itself
             print(f"error: the process of rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return 1
-    except SignalException:
+    except (SignalException, UnboundLocalError) as error:  # the other if the signal came before a stopwatch of torch had begun
+        if not isinstance(error, SignalException) and not isinstance(error.__context__, SignalException):
+            raise
         return 1
     except (RendezvousError, DistError) as error:
         said = str(error.__cause__ or error)  # the error itself only points to its cause
