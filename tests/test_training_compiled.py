@@ -67,33 +67,28 @@ def test_cuda_graphs_are_refused_on_a_cpu():
         setup.check_compile("reduce-overhead", torch.device("cpu"))
 
 
-AUTO = {"train.max_steps": 5000, "train.compile": "auto"}
-
-
 @pytest.mark.parametrize(
-    ("processes", "device", "keys", "taken"),
+    ("device", "processes", "key", "taken"),
     [
-        (1, "cuda", AUTO, "reduce-overhead"),
-        (1, "cuda", AUTO | {"train.compile": "default"}, "default"),
-        (1, "cpu", AUTO, "off"),
-        (2, "cuda", AUTO, "off"),
-        (1, "cuda", AUTO | {"train.max_steps": 4999}, "off"),
-        (1, "cuda", AUTO | {"backbone.name": "vit_t"}, "off"),
-        (1, "cuda", AUTO | {"backbone.checkpointing": "true"}, "off"),
-        (1, "cuda", AUTO | {"backbone.sync_norm": "true"}, "off"),
-        (1, "cuda", AUTO | {"backbone.dropout": 0.1}, "off"),
+        ("cuda", 1, "train.max_steps=5000", "reduce-overhead"), ("cuda", 1, "train.compile=default", "default"),
+        ("cpu", 1, "train.max_steps=5000", "off"), ("cuda", 2, "train.max_steps=5000", "off"),
+        *[("cuda", 1, key, "off") for key in (
+            "train.max_steps=4999", "backbone.name=vit_t", "backbone.dropout=0.1", "backbone.checkpointing=true",
+            "backbone.sync_norm=true",
+        )],
     ],
-)
+)  # fmt: skip
 def test_auto_takes_cuda_graphs_where_they_were_measured_to_pay(
-    monkeypatch: pytest.MonkeyPatch, processes: int, device: str, keys: dict[str, object], taken: str
+    monkeypatch: pytest.MonkeyPatch, device: str, processes: int, key: str, taken: str
 ):
-    monkeypatch.setattr(setup, "check_compile", lambda mode, device: None)
-    config = load_config(ROOT / "configs" / "ms1mv3_r50.yaml", [f"{key}={value}" for key, value in keys.items()], NAMED)
-    found = setup.choose_compile(config, torch.device(device), processes, config.train.max_steps)
-    assert found == (taken, [])
+    look = mock.Mock()
+    monkeypatch.setattr(setup, "check_compile", look)
+    config = load_config(ROOT / "configs" / "ms1mv3_r50.yaml", ["train.max_steps=5000", key], NAMED)
+    place = torch.device(device), processes, config.train.max_steps
+    assert setup.choose_compile(config, *place) == (taken, [])
+    look.side_effect = ValueError("no Triton")
     if taken == "reduce-overhead":
-        monkeypatch.setattr(setup, "check_compile", mock.Mock(side_effect=ValueError("no Triton")))
-        mode, (warning,) = setup.choose_compile(config, torch.device(device), processes, config.train.max_steps)
+        mode, (warning,) = setup.choose_compile(config, *place)
         assert mode == "off" and warning.startswith("train.compile=auto takes off") and "no Triton" in warning
 
 
