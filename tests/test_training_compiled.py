@@ -114,3 +114,15 @@ def test_recording_leaves_the_network_as_it_was_and_keeps_no_pass(monkeypatch: p
     expected = network(images)
     network.load_state_dict(before)
     assert torch.equal(recorded(images), expected)
+
+
+def test_what_cannot_be_recorded_is_named_by_its_cause(monkeypatch: pytest.MonkeyPatch):
+    def record(*_: object, **__: object) -> None:
+        try:
+            raise RuntimeError("Cannot copy between CPU and CUDA\nmore")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")  # as torch.cuda.graph ends
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    with pytest.raises(ValueError, match=r"cannot record the backbone: Cannot copy between CPU and CUDA; set it to default$"):
+        Recorded(nn.Linear(2, 2), torch.ones(1, 2), None)

@@ -69,11 +69,7 @@ def for_training(config: EasyDict, setup: Setup, model: "Model") -> nn.Module:
         if recorded:
             count, size = config.train.batch_size // config.train.accumulation // world.world_size, config.data.image_size
             images = torch.zeros(count, size, size, 3, dtype=torch.uint8, device=device)
-            try:
-                module = Recorded(module, normalise(images), model.autocast)
-            except RuntimeError as error:
-                why = first_line(error.__context__ or error)  # what broke the recording, not that it is broken
-                raise ValueError(f"train.compile={mode} cannot record the backbone: {why}; set train.compile=default") from None
+            module = Recorded(module, normalise(images), model.autocast)
     return as_data_parallel(module, world)
 
 
@@ -81,6 +77,7 @@ class Recorded(nn.Module):
     """A network whose passes over batches like `images` are CUDA graphs; its parameters and buffers are the same tensors.
 
     autocast is the dtype of mixed precision, None = fp32. The passes that warm it up change no parameter and no buffer.
+    ValueError if the network cannot be recorded; no CUDA work of this process can be relied on then.
     """
 
     def __init__(self, network: nn.Module, images: Tensor, autocast: torch.dtype | None) -> None:
@@ -90,7 +87,11 @@ class Recorded(nn.Module):
         mixed = torch.autocast(images.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
         with mixed, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # which is another than that of a step
-            torch.cuda.make_graphed_callables(self, (images,), allow_unused_input=True)
+            try:
+                torch.cuda.make_graphed_callables(self, (images,), allow_unused_input=True)
+            except RuntimeError as error:
+                why = first_line(error.__context__ or error)  # what broke the recording, not that it is broken
+                raise ValueError(f"train.compile: CUDA graphs cannot record the backbone: {why}; set it to default") from None
         network.load_state_dict(before, strict=False)
         self._output.detach_()  # it would keep nodes of the weights, and each gradient of a step would wait for their stream
 
