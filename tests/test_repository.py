@@ -365,11 +365,8 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
     ):
         text = (tmp_path / file).read_text()
         (tmp_path / file).write_text(text + after if before is None else text.replace(before, after, 1))
-    tests = [
-        "losses", "losses_margin", "losses_first_loss", "docs_losses", "partial_fc_softmax_loss",
-        "scripts_benchmark_losses_curves",
-    ]  # fmt: skip
-    files = [f"tests/test_{name}.py" for name in tests]
+    tests = "losses losses_margin losses_first_loss docs_losses partial_fc_softmax_loss scripts_benchmark_losses_curves"
+    files = [f"tests/test_{name}.py" for name in tests.split()]
     chosen = "toy or every_loss_has_a_case or made_from_the_classes or no_global_random"
     for arguments in (
         ["scripts.tables", "docs/losses.md"],
@@ -378,10 +375,8 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
         done = subprocess.run([sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(re.findall(r"\.", done.stdout.splitlines()[0])) > 20
-    assert (
-        "| `toy` | A margin that a test adds | `scale=64.0` `margin=0.4` | Toy (none) |"
-        in (tmp_path / "docs/losses.md").read_text()
-    )
+    row = "| `toy` | A margin that a test adds | `scale=64.0` `margin=0.4` | Toy (none) |"
+    assert row in (tmp_path / "docs/losses.md").read_text()
 
 
 def test_no_large_file_is_tracked():

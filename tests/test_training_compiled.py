@@ -81,8 +81,7 @@ def test_cuda_graphs_are_refused_on_a_cpu():
 def test_auto_takes_cuda_graphs_where_they_were_measured_to_pay(
     monkeypatch: pytest.MonkeyPatch, device: str, processes: int, key: str, taken: str
 ):
-    look = mock.Mock()
-    monkeypatch.setattr(setup, "check_compile", look)
+    monkeypatch.setattr(setup, "check_compile", look := mock.Mock())
     config = load_config(ROOT / "configs" / "ms1mv3_r50.yaml", ["train.max_steps=5000", key], NAMED)
     place = torch.device(device), processes, config.train.max_steps
     assert setup.choose_compile(config, *place) == (taken, [])
@@ -117,12 +116,8 @@ def test_recording_leaves_the_network_as_it_was_and_keeps_no_pass(monkeypatch: p
 
 
 def test_what_cannot_be_recorded_is_named_by_its_cause(monkeypatch: pytest.MonkeyPatch):
-    def record(*_: object, **__: object) -> None:
-        try:
-            raise RuntimeError("Cannot copy between CPU and CUDA\nmore")
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")  # as torch.cuda.graph ends
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    error = RuntimeError("operation failed due to a previous error during capture")  # as torch.cuda.graph ends
+    error.__context__ = RuntimeError("Cannot copy between CPU and CUDA\nmore")
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", mock.Mock(side_effect=error))
     with pytest.raises(ValueError, match=r"cannot record the backbone: Cannot copy between CPU and CUDA; set it to default$"):
         Recorded(nn.Linear(2, 2), torch.ones(1, 2), None)
