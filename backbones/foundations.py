@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 _TOWER = "embeddings.patch_embedding"  # in the names of transformers; before it stands the name of the image tower
-_OTHER_PARTS = (
-    "text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias", "classifier.",
-    "embeddings.position_ids",
-)  # fmt: skip
-_FROM_TRANSFORMERS = (  # to the names of DINOv2's authors, which timm knows, and for CLIP and SigLIP to timm's
+_OTHER_PARTS = ("text_", "visual_projection.", "logit_scale", "logit_bias", "classifier.", "embeddings.position_ids")
+_FROM_TRANSFORMERS = (  # to the names of DINOv2's and DINOv3's authors, which timm knows, and for CLIP and SigLIP to timm's
     (r"^embeddings\.patch_embeddings?\.(projection\.)?", "patch_embed.proj."),
     (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
     (r"^embeddings\.position_embedding(s|\.weight)$", "pos_embed"),
     (r"^embeddings\.(mask_token|register_tokens)$", r"\1"),
-    (r"^encoder\.layers?\.", "blocks."),
+    (r"^(encoder\.layers?|(model\.)?layer)\.", "blocks."),
+    (r"\.mlp\.gate_proj\.", ".mlp.w1."),
+    (r"\.mlp\.up_proj\.", ".mlp.w2."),
+    (r"\.mlp\.down_proj\.", ".mlp.w3."),
     (r"^pre_layrnorm\.", "norm_pre."),
     (r"^(post_)?layernorm\.", "norm."),
     (r"\.layer_norm([12])\.", r".norm\1."),
@@ -59,13 +59,15 @@ def translate(network: Any, weights: Mapping[str, Tensor], fold: bool) -> dict[s
         if patch is not None and value.dim() == 4 and value.shape[1] == 3 and value.shape[2:] != patch.shape[2:]:
             raise ValueError(f"its patches are of {value.shape[2]} pixels, those of backbone.name of {patch.shape[2]}")
     own = importlib.import_module(type(network).__module__)
-    try:
+    try:  # timm leaves out biases of DINOv3 that the network has not
+        biases = {name: torch.cat(value.chunk(3)[::2]) for name, value in weights.items() if name.endswith(".attn.qkv.bias")}
+        lost = {name for name, value in biases.items() if value.any() and name.replace("qkv.", "q_") not in expected}
         found = dict(getattr(own, "checkpoint_filter_fn", lambda given, _: given)(weights, network))
     except Exception as error:  # of any kind: it is not our code
         raise ValueError(f"timm cannot read it as weights of this network: {type(error).__name__}: {error!s:.200}") from None
     for part in ("weight", "bias"):
         found.pop(f"{settings.get('classifier')}.{part}", None)
-    missing, left = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    missing, left = sorted(set(expected) - set(found)), sorted(lost.union(found) - set(expected))
     if missing or left:
         lists = [
             f"{len(names)} names {what}: {', '.join(names[:4])}{', ...' if names[4:] else ''}"
@@ -89,6 +91,12 @@ def _from_transformers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         for pattern, instead in _FROM_TRANSFORMERS:
             new = re.sub(pattern, instead, new)
         found[new] = value
+    if any(".mlp.w2." in name for name in found):  # DINOv3: its keys have no bias, and its smaller networks no gate
+        up = ".mlp.w2." if any(".mlp.w1." in name for name in found) else ".mlp.fc1."
+        found = {name.replace(".mlp.w2.", up): value for name, value in found.items()}
+        found["storage_tokens"] = found.pop("register_tokens", torch.empty(0))
+        no_bias = {name.replace(".q.", ".k."): value * 0 for name, value in found.items() if name.endswith(".attn.q.bias")}
+        found = no_bias | found
     for name in [name for name in found if ".attn.q." in name]:
         parts = [found.pop(name.replace(".q.", f".{part}."), None) for part in "qkv"]
         if present := [part for part in parts if part is not None]:

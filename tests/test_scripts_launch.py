@@ -450,7 +450,6 @@ def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback(tmp_path
 
 def test_a_signal_that_meets_a_stopwatch_of_torch_before_it_begins_is_no_traceback():
     program = (
-        "import sys\n"
         "from unittest import mock\n"
         "from torch.distributed import run\n"
         "from torch.distributed.elastic.metrics import api\n"
@@ -458,7 +457,7 @@ def test_a_signal_that_meets_a_stopwatch_of_torch_before_it_begins_is_no_traceba
         "from scripts.launch import torchrun\n"
         "api.time = mock.Mock(time=mock.Mock(side_effect=SignalException('got a signal', 15)))\n"
         "run.main = api.prof(print)\n"
-        "sys.exit(torchrun.main(['train.py']))\n"
+        "raise SystemExit(torchrun.main(['train.py']))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

@@ -51,7 +51,7 @@ def test_the_compiled_network_trains_as_the_network_itself(dataset: Path, tmp_pa
     assert list(read_metrics(runs[1], "tiny")) == list(read_metrics(runs[0], "tiny")) == [2, 3]
 
 
-def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a_folder(
+def test_what_is_missing_to_compile_is_reported_in_one_line_before_the_run_has_a_folder(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
@@ -60,9 +60,6 @@ def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: train.compile=default needs a C++ compiler (g++, or the one that CXX names)")
     assert done.stderr.endswith("install it, or set train.compile=off\n") and not (tmp_path / "tiny").exists()
-
-
-def test_cuda_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match=r"train.compile=reduce-overhead records CUDA graphs.*set train.compile=default"):
         setup.check_compile("reduce-overhead", torch.device("cpu"))
 

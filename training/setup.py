@@ -125,10 +125,9 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     share = {"rank": world.rank, "world_size": count, "accumulation": config.train.accumulation}
     length = (total_steps, batch_size / num_images, *schedules)
     warnings = [line for task in tasks for line in task.dataset.warnings] + [*unlike, *plan.warnings]
-    warnings += slow_precision("train.precision=", precision, world.device)
     mode, slower = choose_compile(config, world.device, count, total_steps)
-    paths = (folder, facts, plan.checkpoint, warnings + slower)
-    return Setup(world, precision, mode, tasks, protocols, share, *length, *paths, teacher)
+    warnings += slower + slow_precision("train.precision=", precision, world.device)
+    return Setup(world, precision, mode, tasks, protocols, share, *length, folder, facts, plan.checkpoint, warnings, teacher)
 
 
 def signature_of(

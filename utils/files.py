@@ -47,7 +47,10 @@ def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> in
     Raises:
         OSError: the file does not exist, is not a regular file, or is larger.
     """
-    return _check(_stat(path), path, max_bytes)
+    try:
+        return _check(os.stat(path), path, max_bytes)
+    except ValueError:  # a zero byte
+        raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> bytes:
@@ -270,13 +273,6 @@ def _check(status: os.stat_result, path: str | os.PathLike[str], max_bytes: int 
 
 def _too_large(path: str | os.PathLike[str], size: int, max_bytes: int) -> OSError:
     return OSError(errno.EFBIG, f"it has {size:,} bytes, and may have {max_bytes:,} at most", os.fspath(path))
-
-
-def _stat(path: str | os.PathLike[str]) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except ValueError:  # a zero byte
-        raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
 def check_own(folder: Path) -> None:

@@ -110,10 +110,9 @@ class RatedNetwork(nn.Module):
         layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         if not layers:
             raise ValueError("--ser-fiq needs a network with a layer of dropout: a run or a file of weights, none of a program")
-        layers[-1].register_forward_hook(self._add_copies)
-
-    def _add_copies(self, module: nn.Module, inputs: tuple[Tensor], x: Tensor) -> Tensor:
-        return torch.cat([x, (x[:, None] * (2 * _halves(x.shape[1:])).to(x)).flatten(0, 1)])
+        layers[-1].register_forward_hook(
+            lambda _, __, x: torch.cat([x, (x[:, None] * (2 * _halves(x.shape[1:])).to(x)).flatten(0, 1)])
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, D + 1) float32."""
