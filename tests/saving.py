@@ -10,13 +10,11 @@ from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, checkpoint_path
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.distributed import World
 
+Tensors = dict[str, Tensor]
+
 
 def as_files(
-    backbone: dict[str, Tensor],
-    softmax: dict[str, Tensor],
-    slots: tuple[int, int],
-    trainer: dict[str, Any],
-    facts: dict[str, Any],
+    backbone: Tensors, softmax: Tensors, slots: tuple[int, int], trainer: dict[str, Any], facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of CheckpointWriter.save for a run with one head."""
     return {"files": {BACKBONE: backbone, TRAINER: trainer, SOFTMAX: Shard(softmax, slots)}, "facts": facts}
@@ -25,8 +23,8 @@ def as_files(
 def save_now(
     run_folder: Path,
     step: int,
-    backbone: dict[str, Tensor],
-    softmax: dict[str, Tensor],
+    backbone: Tensors,
+    softmax: Tensors,
     slots: tuple[int, int],
     trainer: dict[str, Any],
     facts: dict[str, Any],
