@@ -164,9 +164,7 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     if model.teacher is not None:
         log.info(f"teacher: {model.teacher.describe()}")
     if setup.compile != "off":
-        log.info(f"backbone: torch.compile in mode {setup.compile}; the first step waits for it, perhaps minutes")
-    elif setup.world.device.type == "cuda" and not config.backbone.sync_norm:
-        log.info("backbone: train.compile=reduce-overhead trains r50 1.4 times as fast on one H200, after a minute's wait")
+        log.info(f"backbone: torch.compile in mode {setup.compile}; training waits for it, perhaps minutes")
     for task in setup.tasks if len(setup.tasks) > 1 else []:
         log.info(f"task {task.name}: {task.order.batch_size} images of each step, {task.weight:g} of the loss")
     for name, head in model.heads.items():

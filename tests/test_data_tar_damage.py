@@ -69,8 +69,7 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "sparse 0.1 with a map of words": ("a sparse file",
                                        lambda: _pax({"GNU.sparse.map": "a,b,c", "GNU.sparse.size": "9"}) + _good()),
     "sparse of old GNU": (
-        "a sparse file",
-        lambda: _header(_member("1.jpg", b"x", tarfile.GNUTYPE_SPARSE), 482, b"\1") + 3 * bytes(512) + _good(),
+        "a sparse file", lambda: _header(_member("1.jpg", b"x", tarfile.GNUTYPE_SPARSE), 482, b"\1") + 3 * bytes(512) + _good()
     ),
     "3,000 long names": ("byte 8192: more than 8 headers",
                          lambda: 3000 * _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME) + _good()),

@@ -181,7 +181,7 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
 def test_the_table_of_rules_is_logged_and_a_run_goes_on_under_others(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """The last rules have no effect, but number the parameters in another order, in which a norm to clip would be added up."""
+    """The last rules have no effect, but number the parameters in another order, in which a norm would be rounded otherwise."""
     rules = "optimizer.rules=[{match: biases}, {match: layer2, weight_decay: 0.0005}]"
     run = tiny_run(source / "data", tmp_path, *SHORT, "train.max_steps=6", "checkpoint.every=3", "optimizer.clip_norm=0")
     for name in ("whole", "tiny"):

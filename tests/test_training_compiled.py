@@ -71,11 +71,11 @@ def test_what_is_missing_to_compile_is_reported_in_one_line_before_the_run_has_a
         ("cpu", 1, "train.max_steps=5000", "off"), ("cuda", 2, "train.max_steps=5000", "off"),
         *[("cuda", 1, key, "off") for key in (
             "train.max_steps=4999", "backbone.name=vit_t", "backbone.dropout=0.1", "backbone.checkpointing=true",
-            "backbone.sync_norm=true",
+            "backbone.sync_norm=true", "backbone.name=r2060",
         )],
     ],
 )  # fmt: skip
-def test_auto_takes_cuda_graphs_where_they_were_measured_to_pay(
+def test_auto_takes_cuda_graphs_for_long_runs_of_an_iresnet_on_one_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, processes: int, key: str, taken: str
 ):
     monkeypatch.setattr(setup, "check_compile", look := mock.Mock())
@@ -85,7 +85,7 @@ def test_auto_takes_cuda_graphs_where_they_were_measured_to_pay(
     look.side_effect = ValueError("no Triton")
     if taken == "reduce-overhead":
         mode, (warning,) = setup.choose_compile(config, *place)
-        assert mode == "off" and warning.startswith("train.compile=auto takes off") and "no Triton" in warning
+        assert mode == "off" and warning.startswith("train.compile=auto does not compile here") and "no Triton" in warning
 
 
 def test_recording_leaves_the_network_as_it_was_and_keeps_no_pass(monkeypatch: pytest.MonkeyPatch):
@@ -116,5 +116,5 @@ def test_what_cannot_be_recorded_is_named_by_its_cause(monkeypatch: pytest.Monke
     error = RuntimeError("operation failed due to a previous error during capture")  # as torch.cuda.graph ends
     error.__context__ = RuntimeError("Cannot copy between CPU and CUDA\nmore")
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", mock.Mock(side_effect=error))
-    with pytest.raises(ValueError, match=r"cannot record the backbone: Cannot copy between CPU and CUDA; set it to default$"):
+    with pytest.raises(ValueError, match=r"recorded: Cannot copy between CPU and CUDA; set train.compile=off$"):
         Recorded(nn.Linear(2, 2), torch.ones(1, 2), None)

@@ -30,6 +30,7 @@ from losses import margin_arguments
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, check_head_fits, check_loss, head_config
 from partial_fc.init import InitCounts, has_head, init_centres
+from utils.allocator import out_of_memory
 from utils.checkpoint.format import BACKBONE, EMA, SOFTMAX, TRAINER, read_manifest
 from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
@@ -90,8 +91,11 @@ class Recorded(nn.Module):
             try:
                 torch.cuda.make_graphed_callables(self, (images,), allow_unused_input=True)
             except RuntimeError as error:
-                why = first_line(error.__context__ or error)  # what broke the recording, not that it is broken
-                raise ValueError(f"train.compile: CUDA graphs cannot record the backbone: {why}; set it to default") from None
+                if out_of_memory(error):
+                    raise
+                cause = error.__context__ if "during capture" in str(error) else None  # what broke the recording
+                why = first_line(cause or error)
+                raise ValueError(f"the backbone cannot be compiled and recorded: {why}; set train.compile=off") from None
         network.load_state_dict(before, strict=False)
         self._output.detach_()  # it would keep nodes of the weights, and each gradient of a step would wait for their stream
 
@@ -227,7 +231,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
         with prefix_errors("backbone.lora_rank"), all_called(backbone):
             memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
-        memory = memory if setup.teacher is None else setup.teacher.beside(memory, world.device)
+        memory = memory if setup.teacher is None else setup.teacher.beside(memory, world.device, setup.compile in _RECORDED)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
         if setup.teacher is not None:
             taught = setup.tasks[0]

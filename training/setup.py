@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from easydict import EasyDict
 
-from backbones import BACKBONES, IResNet
 from configs import as_plain, shared_settings, task_configs
 from data import build_dataset
 from data.augment import Augment
@@ -22,6 +22,7 @@ from data.sampler import SampleOrder, check_batch
 from data.tolerant import TolerantDataset
 from eval.monitor import check_metric, check_names, load_protocols
 from eval.protocol import Protocol, Result
+from partial_fc.kernels.cpu import compiled_folder
 from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, choose_device, init_distributed, raise_on_all_ranks
@@ -126,6 +127,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     length = (total_steps, batch_size / num_images, *schedules)
     warnings = [line for task in tasks for line in task.dataset.warnings] + [*unlike, *plan.warnings]
     mode, slower = choose_compile(config, world.device, count, total_steps)
+    settled["train"]["compile"] = mode
     warnings += slower + slow_precision("train.precision=", precision, world.device)
     return Setup(world, precision, mode, tasks, protocols, share, *length, folder, facts, plan.checkpoint, warnings, teacher)
 
@@ -269,6 +271,7 @@ def check_compile(mode: str, device: torch.device) -> None:
         return
     if mode == "reduce-overhead" and device.type == "cpu":
         raise ValueError("train.compile=reduce-overhead records CUDA graphs, which a CPU has not; set train.compile=default")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_folder() / "inductor"))  # torch's own anybody can make
     try:
         torch.compile(torch.neg)(torch.ones(2, device=device))
     except Exception as error:
@@ -283,17 +286,16 @@ def choose_compile(config: EasyDict, device: torch.device, processes: int, steps
     """Return train.compile, for auto what it takes here, and a warning if the machine cannot do that.
 
     CUDA graphs save 17 ms of a step of r50 with 256 images on an H200, and take a minute to make: 3,500 steps. vit_t could not
-    be recorded; with dropout nobody has tried. With several GPUs gradients would be sent after the whole backward pass.
+    be recorded; nobody has tried dropout. With several GPUs gradients would be sent after the whole backward pass.
     """
     mode, backbone = config.train.compile, config.backbone
     if mode != "auto":
         return mode, []
-    plain = getattr(BACKBONES.get(backbone.name), "func", None) is IResNet
-    unlike = not plain or backbone.dropout or backbone.sync_norm or backbone.checkpointing
-    if device.type == "cpu" or processes > 1 or steps < 5000 or unlike:
+    unlike = backbone.name not in ("r18", "r34", "r50", "r100", "r200") or backbone.dropout or backbone.checkpointing
+    if device.type == "cpu" or processes > 1 or steps < 5000 or unlike or backbone.sync_norm:
         return "off", []
     try:
         check_compile("reduce-overhead", device)
     except ValueError as error:
-        return "off", [f"train.compile=auto takes off, which is slower: {error}"]
+        return "off", [f"train.compile=auto does not compile here, so training is slower: {error}"]
     return "reduce-overhead", []

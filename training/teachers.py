@@ -136,11 +136,11 @@ class Teacher(NamedTuple):
         projection = Projection(own, other, device) if mapped else None
         return self._replace(network=network, soft_targets=targets, projection=projection)
 
-    def beside(self, memory: BackboneMemory, device: torch.device) -> BackboneMemory:
-        """Return the memory of the backbone and of the teacher, whose forward pass is over before that of the backbone."""
+    def beside(self, memory: BackboneMemory, device: torch.device, recorded: bool) -> BackboneMemory:
+        """Return the memory of the backbone and of the teacher, whose pass is over before; a CUDA graph keeps its own."""
         loaded = device.type == "cpu"  # what is free was measured after it
         own = 0 if loaded else sum(tensor.nbytes for tensor in self.network.state_dict().values())
-        return BackboneMemory(memory.parameters + own, max(memory.per_image, self.image_bytes))
+        return BackboneMemory(memory.parameters + own, (sum if recorded else max)((memory.per_image, self.image_bytes)))
 
     def describe(self) -> str:
         """Return one line for the log."""

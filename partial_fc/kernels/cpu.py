@@ -176,7 +176,11 @@ def _path(compiler: list[str], flags: list[str]) -> Path:
     macros = ask([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).stdout
     sources = [path.read_text() for path in (*_SOURCES, _HEADER)]
     parts = (*sources, " ".join(compiler), version, " ".join(flags), macros, _processor())
-    name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
+    return compiled_folder() / f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
+
+
+def compiled_folder() -> Path:
+    """Return the folder of compiled code, under the home of this user, to whom it belongs; else one for this process."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,7 +188,7 @@ def _path(compiler: list[str], flags: list[str]) -> Path:
             raise PermissionError(f"{folder} belongs to another user")  # code loaded from there would run as this user
     except (OSError, RuntimeError):  # RuntimeError: there is no HOME, and this user has no name
         folder = Path(_private_folder())
-    return folder / name
+    return folder
 
 
 @functools.cache
