@@ -19,11 +19,7 @@ def cosines_of(embeddings: Tensor, centres: Tensor) -> Tensor:
 
 
 def negative_logits(margin: Margin, cosine: Tensor, own: Tensor, norm: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Return the logits (B, C) of cosines (B, C) as negatives, and which of them are hard (B, C).
-
-    Args:
-        own: (B,) the target cosines.
-    """
+    """Return logits of cosines (B, C) as negatives, and which are hard, (B, C) each; own are the target cosines (B,)."""
     if margin.linear_negatives:
         scale = margin.negative_scale(norm, state)
         scale = scale[:, None] if isinstance(scale, Tensor) and scale.dim() else scale

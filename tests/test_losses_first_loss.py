@@ -35,11 +35,7 @@ def _random_step(num_classes: int, dim: int, batch: int, alike: float, seed: int
 
 
 def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: float, seed: int, length: float = 1.0) -> float:
-    """Return a dense first loss.
-
-    Args:
-        length: of the embeddings, as a multiple of sqrt(dim).
-    """
+    """Return a dense first loss, of embeddings whose length is this multiple of sqrt(dim)."""
     embeddings, centres, labels = _random_step(num_classes, dim, batch, alike, seed)
     norm = length * embeddings.norm(dim=1)
     losses, _ = losses_of_cosines(margin, cosines_of(embeddings, centres), norm, labels, seed=seed)

@@ -118,3 +118,30 @@ def test_what_cannot_be_recorded_is_named_by_its_cause(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", mock.Mock(side_effect=error))
     with pytest.raises(ValueError, match=r"recorded: Cannot copy between CPU and CUDA; set train.compile=off$"):
         Recorded(nn.Linear(2, 2), torch.ones(1, 2), None)
+
+
+def test_what_auto_takes_is_compiled_in_a_folder_of_this_user_and_written_down(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked, compiled = [], []
+
+    def choose(config: object, *situation: object) -> tuple[str, list[str]]:
+        asked.append(situation)
+        setup.check_compile("default", torch.device("cpu"))
+        return "default", ["a reason why it is slow"]
+
+    monkeypatch.setattr(setup, "choose_compile", choose)
+    monkeypatch.setattr(torch, "compile", lambda what, **keys: compiled.append((what, keys)) or what)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (
+        train.main(tiny_run(dataset, tmp_path, *SETTINGS[:2], "train.max_steps=0", "train.epochs=1", "eval.targets=[]")) == 0
+    )
+    steps = max(read_metrics(tmp_path / "tiny"))
+    assert asked == [(torch.device("cpu"), 1, steps)] and steps > 1
+    assert compiled[0] == (torch.neg, {}) and compiled[1][1]["mode"] == "default" and len(compiled) == 2
+    assert "WARNING: a reason why it is slow" in capsys.readouterr().out
+    assert "  compile: default" in (tmp_path / "tiny" / "config.yaml").read_text()
+    # whoever makes torch's own folder in the temporary one first could put code there
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "face_head" / "inductor")

@@ -39,14 +39,7 @@ _KINDS = (
 
 
 def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> int:
-    """Return the size of a file in bytes, without opening it.
-
-    Args:
-        max_bytes: the largest allowed size; None = any.
-
-    Raises:
-        OSError: the file does not exist, is not a regular file, or is larger.
-    """
+    """Return a file's size in bytes, without opening it; OSError if it is no regular file, or has more than max_bytes."""
     try:
         return _check(os.stat(path), path, max_bytes)
     except ValueError:  # a zero byte

@@ -44,12 +44,7 @@ _CALLS = ("GET /metrics", "GET /api/info", "GET /api/people", "GET /gallery/1", 
 
 
 class Attack:
-    """One service under attack.
-
-    Args:
-        folder: for the gallery and the keys.
-        network: words that name it, for the command line.
-    """
+    """One service under attack: a folder for its gallery and keys, and the words of a command line that name its network."""
 
     def __init__(self, folder: Path, network: list[str], seed: int) -> None:
         self.folder, self.seed = folder, seed

@@ -63,11 +63,7 @@ def odd_rank(blow: Blow, place: TorturePlace) -> tuple[int, str] | None:
 
 
 def wait_for(life: Life, blow: Blow, start_seconds: float) -> bool:
-    """Wait until the moment of the blow; return False if the training run ended before.
-
-    Args:
-        start_seconds: seconds from a start to its first step.
-    """
+    """Wait until the moment of the blow, of a run with so many seconds to its first step; False if it ended before."""
     first = life.last_step()
     seen: set[str] = set()
     end = time.monotonic() + (blow.part * start_seconds if blow.phase == "start" else 120)

@@ -95,11 +95,7 @@ def _numbers_of(path: Path) -> dict[str, np.ndarray]:
 
 
 class History:
-    """The observations of one run folder so far, which later states must agree with.
-
-    Args:
-        classes: number of classes in the training set.
-    """
+    """The observations of a run folder with so many classes so far, which later states must agree with."""
 
     def __init__(self, folder: Path, classes: int) -> None:
         self.folder, self.classes = folder, classes

@@ -241,13 +241,9 @@ class _AdamW(torch.optim.AdamW):
 
 
 def freeze(module: nn.Module, parts: Sequence[str]) -> None:
-    """Freeze parts of a network: their parameters no longer require a gradient.
+    """Freeze parameters, or modules with all inside, by their names in the state dict: they no longer require a gradient.
 
-    Args:
-        parts: names of modules or parameters as in its state dict; a module includes everything inside it.
-
-    Raises:
-        ValueError: a part does not exist, or no trainable parameter is left.
+    ValueError if there is none of a name, or no trainable parameter is left.
     """
     for part in parts:
         check_part(module, part)
