@@ -143,5 +143,4 @@ def test_what_auto_takes_is_compiled_in_a_folder_of_this_user_and_written_down(
     assert compiled[0] == (torch.neg, {}) and compiled[1][1]["mode"] == "default" and len(compiled) == 2
     assert "WARNING: a reason why it is slow" in capsys.readouterr().out
     assert "  compile: default" in (tmp_path / "tiny" / "config.yaml").read_text()
-    # whoever makes torch's own folder in the temporary one first could put code there
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "face_head" / "inductor")
