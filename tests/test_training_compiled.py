@@ -135,9 +135,7 @@ def test_what_auto_takes_is_compiled_in_a_folder_of_this_user_and_written_down(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert (
-        train.main(tiny_run(dataset, tmp_path, *SETTINGS[:2], "train.max_steps=0", "train.epochs=1", "eval.targets=[]")) == 0
-    )
+    assert train.main(tiny_run(dataset, tmp_path, *SETTINGS[:2], "train.max_steps=0", "train.epochs=1", "eval.targets=[]")) == 0
     steps = max(read_metrics(tmp_path / "tiny"))
     assert asked == [(torch.device("cpu"), 1, steps)] and steps > 1
     assert compiled[0] == (torch.neg, {}) and compiled[1][1]["mode"] == "default" and len(compiled) == 2

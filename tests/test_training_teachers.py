@@ -349,5 +349,7 @@ def test_the_memory_of_a_teacher_counts():
     assert largest == [4 * 10 * 16 * 16]
     teacher = Teacher(network, 16, 4, "", 300, {}, False, "")
     weights = sum(parameter.numel() for parameter in network.parameters())
-    assert teacher.beside(BackboneMemory(100, 200), torch.device("cuda")) == BackboneMemory(100 + 4 * weights, 300)
-    assert teacher.beside(BackboneMemory(100, 400), torch.device("cpu")) == BackboneMemory(100, 400)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert teacher.beside(BackboneMemory(100, 200), cuda, False) == BackboneMemory(100 + 4 * weights, 300)
+    assert teacher.beside(BackboneMemory(100, 200), cuda, True) == BackboneMemory(100 + 4 * weights, 500)
+    assert teacher.beside(BackboneMemory(100, 400), cpu, False) == BackboneMemory(100, 400)
