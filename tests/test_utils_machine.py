@@ -1,6 +1,7 @@
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -133,6 +134,17 @@ def test_a_program_ends_with_its_status_after_all_its_work_and_leaves_its_memory
     environment = os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (status, "main\nthread\nhandler"), done.stderr
+
+
+def test_ctrl_c_while_a_program_imports_is_no_traceback_and_interrupts_what_it_does_later():
+    program = (
+        "import os, signal, sys\nfrom utils.machine import begin_imports, end_imports\nbegin_imports()\n"
+        "if sys.argv[1:]: end_imports()\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('interrupted')\n"
+    )
+    starts = [[sys.executable, "-c", program, *words] for words in ([], ["later"])]
+    done = [subprocess.run(start, cwd=ROOT, capture_output=True, text=True) for start in starts]
+    assert [(one.returncode, one.stdout, one.stderr) for one in done] == [(-signal.SIGINT, "", ""), (0, "interrupted\n", "")]
 
 
 @pytest.mark.parametrize(

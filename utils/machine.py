@@ -23,7 +23,7 @@ def begin_imports() -> None:
     """Prepare this process, and those it starts, for importing torch.
 
     OpenMP threads will sleep soon when they wait. Until end_imports no garbage is collected, which takes a third of the start
-    of a program, because each collection walks through all that was imported.
+    of a program, because each collection walks through all that was imported, and Ctrl-C ends the program without a traceback.
     """
     global _importing
     atexit.register(_end)  # before all others, so that it is called after them
@@ -32,12 +32,16 @@ def begin_imports() -> None:
     if gc.isenabled():
         gc.disable()
         _importing = True
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_imports() -> None:
-    """Let garbage be collected again after begin_imports, but for what was imported."""
+    """Take back what begin_imports did; what was imported stays out of collections of garbage."""
     global _importing
     if _importing:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()
         gc.enable()
         _importing = False

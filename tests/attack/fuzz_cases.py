@@ -62,12 +62,9 @@ class Outcome(NamedTuple):
 
 
 def run_cases(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, memory: float) -> Iterator[Outcome]:
-    """Run cases one after another in a child, with a new child after each death; yield the outcome of each case.
+    """Run cases, which a child makes, each beside the sound files and in so many MiB more; yield the outcome of each.
 
-    Args:
-        cases: functions that each make a case, in the child.
-        sound: the input's valid files, which each case has besides its own.
-        memory: MiB that a case may add to the resident memory.
+    A new child follows each death.
     """
     done = 0
     while done < len(cases):

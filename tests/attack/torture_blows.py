@@ -140,13 +140,7 @@ def await_end(life: Life, blow: Blow) -> tuple[float, list[str]]:
 
 
 def judge(life: Life, blow: Blow, phase: str, step_before: int, newest: int) -> list[str]:
-    """Return the faults in the end of a start: its exit status, its messages, and what it saved.
-
-    Args:
-        phase: the phase in which the blow was dealt.
-        step_before: the last step in the log at that moment.
-        newest: the step of the newest checkpoint afterwards.
-    """
+    """Return the faults in the end of a start, dealt a blow in this phase and step, with the newest checkpoint after it."""
     wait_until(lambda: life.status() is not None, 10.0)
     said, status, alone = life.said(), life.status(), life.processes == 1
     over = newest == STEPS

@@ -180,11 +180,7 @@ def check_lock(folder: Path) -> list[str]:
 
 
 def check_said(said: str, interrupted_at_start: bool) -> list[str]:
-    """Return signs of an unexpected error in the stderr of the processes.
-
-    Args:
-        interrupted_at_start: Ctrl-C came while Python was importing, which ends any program with a traceback.
-    """
+    """Return signs of an unexpected error in the stderr of the processes; Python itself shows a Ctrl-C while it starts."""
     if interrupted_at_start and "KeyboardInterrupt" in said:
         said = ""
     bad = re.search(r"Traceback|Exception ignored|Exception in thread|Fatal Python error|in use by another job", said)
