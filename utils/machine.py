@@ -22,8 +22,8 @@ _status: int | None = None  # of a program that leave() ends
 def begin_imports() -> None:
     """Prepare this process, and those it starts, for importing torch.
 
-    OpenMP threads will sleep soon when they wait. Until end_imports no garbage is collected, which takes a third of the start
-    of a program, because each collection walks through all that was imported, and Ctrl-C ends the program without a traceback.
+    OpenMP threads will sleep soon when they wait. Until end_imports, Ctrl-C ends the program in silence, and no garbage is
+    collected, which takes a third of its start, because each collection walks through all that was imported.
     """
     global _importing
     atexit.register(_end)  # before all others, so that it is called after them

@@ -75,6 +75,7 @@ def _start(several: Sequence[str], options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # who waits for this process says that it was interrupted
     options.check = True
     sys.exit(run_main(importlib.import_module("train").run, options))
 

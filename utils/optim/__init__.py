@@ -241,10 +241,7 @@ class _AdamW(torch.optim.AdamW):
 
 
 def freeze(module: nn.Module, parts: Sequence[str]) -> None:
-    """Freeze parameters, or modules with all inside, by their names in the state dict: they no longer require a gradient.
-
-    ValueError if there is none of a name, or no trainable parameter is left.
-    """
+    """Freeze parameters and modules by their names in the state dict; ValueError if there is no such one, or none is left."""
     for part in parts:
         check_part(module, part)
     for path, parameter in module.named_parameters():
