@@ -78,7 +78,7 @@ def test_initial_values_are_those_of_arcface_torch():
 
 
 def _reference(w: dict[str, Tensor], images: Tensor, depth: int, drop_path: float, num_kept: int | None) -> Tensor:
-    """Return the embeddings by the equations, head by head and token by token, num_kept of which are not masked."""
+    """Return the embeddings by the equations, by heads and tokens (num_kept not masked); masks, paths as torch draws them."""
     b, dim = len(images), w["pos_embed"].shape[2]
     head = dim // 8
 

@@ -146,7 +146,7 @@ def test_ser_fiq_is_the_formula_of_its_paper(weights: Path, crops: Path, tmp_pat
     masks = iter(halves.repeat(6, 1))
     dropout.register_forward_hook(lambda module, inputs, x: x * next(masks) / 0.5)
     assert len(torch.unique(halves, dim=0)) == 100 and abs(halves.double().mean() - 0.5) < 0.01
-    for name, found in list(zip(faces.names, faces.qualities["ser_fiq"].tolist(), strict=True))[:2]:
+    for name, found in list(zip(faces.names, faces.qualities["ser_fiq"].tolist(), strict=True))[:3]:
         number = 99 if name == "alone.png" else int(Path(name).stem)
         image = (torch.from_numpy(_pixels(number)).permute(2, 0, 1)[None].double() - 127.5) / 127.5
         expected = []

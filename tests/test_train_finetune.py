@@ -253,7 +253,10 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         (["optimizer.rules=[{match: fc, weight_decay: -2}]"], "optimizer.rules[0].weight_decay must be 0 or more, or -1"),
         (["optimizer.rules=[{match: layr1}]"], "optimizer.rules: this backbone has no trainable part 'layr1'"),
         (["optimizer.rules=[{match: '*.gamma'}]"], "optimizer.rules: this backbone has no trainable part '*.gamma'"),
-        (["optimizer.rules=[{match: layer1}, {match: layer1.0}]"], "all parameters that it matches are matched by an earlier"),
+        (
+            ["optimizer.rules=[{match: layer1}, {match: layer1.0}]"],
+            "match 'layer1.0': all parameters that it matches are matched by an earlier",
+        ),
         (["optimizer.rules=[{match: layer1.0}]", "backbone.freeze=[layer1]"], "parameters that it matches are frozen; take"),
     ],
 )

@@ -93,7 +93,8 @@ class Recorded(nn.Module):
             except RuntimeError as error:
                 if out_of_memory(error):
                     raise
-                why = first_line((error.__context__ if "during capture" in str(error) else None) or error)  # the cause
+                cause = error.__context__ if "during capture" in str(error) else None  # what broke the recording
+                why = first_line(cause or error)
                 raise ValueError(f"the backbone cannot be compiled and recorded: {why}; set train.compile=off") from None
         network.load_state_dict(before, strict=False)
         self._output.detach_()  # it would keep nodes of the weights, and each gradient of a step would wait for their stream

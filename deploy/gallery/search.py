@@ -174,8 +174,9 @@ class Searcher:
         if self.by == "template":
             parts = []
             for pooled, images, owner, numbers in self._templates(near):
-                order = np.lexsort((numbers, -exact_products(images, wide), owner))  # of equal images the lowest number first
-                parts.append((exact_products(pooled, wide), numbers[order[np.unique(owner, return_index=True)[1]]]))
+                order = np.lexsort((numbers, -exact_products(images, wide), owner))
+                best = order[np.unique(owner, return_index=True)[1]]  # of each owner; of equal images that of the lowest number
+                parts.append((exact_products(pooled, wide), numbers[best]))
             scores, numbers = (np.concatenate(part) for part in zip(*parts, strict=True))
         else:
             numbers = self.numbers[near]

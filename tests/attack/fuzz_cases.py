@@ -62,10 +62,7 @@ class Outcome(NamedTuple):
 
 
 def run_cases(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, memory: float) -> Iterator[Outcome]:
-    """Run cases, which a child makes, each beside the sound files and in so many MiB more; yield the outcome of each.
-
-    A new child follows each death.
-    """
+    """Run cases in a child that makes them, beside the sound files, in `memory` MiB more; after each death in a new child."""
     done = 0
     while done < len(cases):
         child, pipe = _fork(place, cases[done:], sound)

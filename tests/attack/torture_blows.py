@@ -140,7 +140,7 @@ def await_end(life: Life, blow: Blow) -> tuple[float, list[str]]:
 
 
 def judge(life: Life, blow: Blow, phase: str, step_before: int, newest: int) -> list[str]:
-    """Return the faults in the end of a start, dealt a blow in this phase and step, with the newest checkpoint after it."""
+    """Return the faults in exit status, messages and checkpoints of a start that got a blow in this phase, after this step."""
     wait_until(lambda: life.status() is not None, 10.0)
     said, status, alone = life.said(), life.status(), life.processes == 1
     over = newest == STEPS

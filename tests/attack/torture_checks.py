@@ -95,7 +95,7 @@ def _numbers_of(path: Path) -> dict[str, np.ndarray]:
 
 
 class History:
-    """The observations of a run folder with so many classes so far, which later states must agree with."""
+    """The observations so far of a run folder with this number of classes, which later states must agree with."""
 
     def __init__(self, folder: Path, classes: int) -> None:
         self.folder, self.classes = folder, classes

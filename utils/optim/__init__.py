@@ -241,7 +241,7 @@ class _AdamW(torch.optim.AdamW):
 
 
 def freeze(module: nn.Module, parts: Sequence[str]) -> None:
-    """Freeze parameters and modules by their names in the state dict; ValueError if there is no such one, or none is left."""
+    """Freeze parameters, and modules with all inside, by name; ValueError if one does not exist, or none is left to train."""
     for part in parts:
         check_part(module, part)
     for path, parameter in module.named_parameters():
