@@ -30,6 +30,7 @@ _IMPORTED = (
     "tests.frozen",  # after all others
 )
 mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
+_THREADS = torch.get_num_threads()
 _LONG = ("test_training_compiled", "test_partial_fc_kernels_cuda", "test_docs_data", "test_utils_allocator")  # a minute each
 # of pictures: matplotlib would draw 700 of them in the others, most of an evaluation
 _DRAWN = (
@@ -73,6 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # no collection walks through all modules and tests again
     gc.set_threshold(10_000)
+
+
+def pytest_runtest_teardown() -> None:
+    torch.set_num_threads(_THREADS)  # a program that ran in this process may have taken all cores, which others use
 
 
 @pytest.fixture(scope="session", autouse=True)

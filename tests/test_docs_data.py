@@ -7,7 +7,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import torch
 
 from data.drawn.faces import draw_face
 from data.drawn.identity import sample_identity, sample_shot
@@ -58,19 +57,15 @@ def test_the_tutorial_ends_in_a_network_that_knows_people_it_never_saw(
     assert [words[0] for words in commands] == ["data"] * 4 + ["train", "eval", "eval"]
     _draw_photographs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
     scores: list[tuple[float, float]] = []
-    try:
-        for words in commands:
-            capsys.readouterr()
-            assert face.main(words) == 0, words
-            said = capsys.readouterr()
-            assert "error" not in said.err and "warning" not in said.err.lower(), (words, said.err)
-            if words[1] == "split":  # what it prints is the command that follows
-                assert said.out.splitlines()[-1] == f"next: face {shlex.join(commands[4])}"
-            scores += _scores(said.out)
-    finally:
-        torch.set_num_threads(threads)
+    for words in commands:
+        capsys.readouterr()
+        assert face.main(words) == 0, words
+        said = capsys.readouterr()
+        assert "error" not in said.err and "warning" not in said.err.lower(), (words, said.err)
+        if words[1] == "split":  # what it prints is the command that follows
+            assert said.out.splitlines()[-1] == f"next: face {shlex.join(commands[4])}"
+        scores += _scores(said.out)
     trained, again, untrained = scores
     # in bf16 where the processor is fast at it, in fp32: of 120 pairs a few lie so near the threshold that rounding moves them
     assert trained[0] == pytest.approx(again[0], abs=100 * 4 / 120) and trained[1] == pytest.approx(again[1], rel=0.02)

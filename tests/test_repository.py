@@ -368,12 +368,10 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
     tests = "losses losses_margin losses_first_loss docs_losses partial_fc_softmax_loss scripts_benchmark_losses_curves"
     files = [f"tests/test_{name}.py" for name in tests.split()]
     chosen = "toy or every_loss_has_a_case or made_from_the_classes or no_global_random"
-    for arguments in (
-        ["scripts.tables", "docs/losses.md"],
-        ["pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files],
-    ):
-        done = subprocess.run([sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    both = "import sys, pytest\nfrom scripts import tables\ntables.main(['docs/losses.md']) or sys.exit(pytest.main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", both, "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(re.findall(r"\.", done.stdout.splitlines()[0])) > 20
     row = "| `toy` | A margin that a test adds | `scale=64.0` `margin=0.4` | Toy (none) |"
     assert row in (tmp_path / "docs/losses.md").read_text()

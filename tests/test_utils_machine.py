@@ -89,7 +89,6 @@ def test_a_process_may_use_the_cores_that_it_has_and_its_container_allows(kernel
 
 
 def test_training_computes_with_the_cores_that_a_container_allows(kernel: Path, monkeypatch: pytest.MonkeyPatch):
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     chosen: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
@@ -98,7 +97,6 @@ def test_training_computes_with_the_cores_that_a_container_allows(kernel: Path, 
     init_distributed("cpu")
     init_distributed("cpu", threads=9)
     assert chosen == [6, 9]
-    set_threads(threads)
 
 
 def test_a_run_that_waits_for_cores_says_so_once(

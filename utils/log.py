@@ -238,11 +238,9 @@ class Speed:
 
 def _end_files_of_tensorboard(folder: Path) -> None:
     """Make the next file the last one: TensorBoard reads files in the order of their names, which begin with the second."""
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
     last = f"events.out.tfevents.{int(time.time()) - 1:010d}."
     later = sorted(path for path in folder.glob("events.out.tfevents.*") if path.name > f"{last}~")
-    for number, path in enumerate(later):  # the clock was turned back; "~" comes after all other names of that second
+    for number, path in enumerate(later):  # of this second, or the clock was turned back; "~" comes after all other names
         path.rename(path.with_name(f"{last}~{number:03d}.{path.name.split('.', 4)[-1]}"))
 
 
