@@ -212,6 +212,7 @@ class IResNet(nn.Module):
         dropout: probability at the flattened feature map, while training.
         se: squeeze-and-excitation in each block.
         image_size: height and width of the images in pixels, a multiple of 16.
+        trained_scale: train the scale of the last BatchNorm, for losses that see embeddings before they are normalised.
     """
 
     papers = ("1801.07698",)
@@ -224,6 +225,7 @@ class IResNet(nn.Module):
         dropout: float = 0.0,
         se: bool = False,
         image_size: int = IMAGE_SIZE,
+        trained_scale: bool = False,
     ) -> None:
         super().__init__()
         check_head(embedding_size, dropout)
@@ -241,7 +243,7 @@ class IResNet(nn.Module):
         self.fc = nn.Linear(channels[3] * side**2, embedding_size)
         self.features = nn.BatchNorm1d(embedding_size)
         # A trainable scale per dimension is redundant before the normalisation that follows; the bias is trained.
-        self.features.weight.requires_grad = False
+        self.features.weight.requires_grad = trained_scale
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0.0, 0.1)

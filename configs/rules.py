@@ -88,6 +88,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "compatible.weight": (0, 1000),
     "loss.focal": (0, 10),
     "loss.label_smoothing": (0, 0.999),
+    "loss.topology": (0, 1e6),
     "head.sample_rate": (0, 1),
     "head.sub_centers": (1, 64),
     "head.neighbours": (1, 1000),
@@ -168,7 +169,7 @@ def check_tasks(tree: dict[str, Any]) -> None:
         where = f"tasks[{number}]"
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task["name"]):
             raise ValueError(f"{where}.name must be letters a to z, digits and _, as part of a file name, got {task['name']!r}")
-        own = names.count(task["name"]) == 1 and not task["name"].startswith("teacher_")
+        own = names.count(task["name"]) == 1 and not task["name"].startswith(("teacher_", "topology_"))
         if not own or task["name"] in ("backbone", "ema", "trainer", "compatible"):
             raise ValueError(f"{where}.name must be its own, and no other part of a checkpoint, got {task['name']!r}")
         if not 0 < task["weight"] <= 1e6:

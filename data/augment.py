@@ -26,9 +26,14 @@ _GRAY = np.array([[0.299, 0.587, 0.114]], dtype=np.float64)  # weights of red, g
 _NUMBERS = 6  # random numbers per operation; the first decides whether it is applied
 
 
+def mirror(images: Tensor, mirrored: Tensor) -> Tensor:
+    """Return images (b, H, W, 3), mirrored where (b,) bool says so."""
+    return torch.where(mirrored[:, None, None, None], images.flip(2), images)
+
+
 def prepare(images: Tensor, mirrored: Tensor) -> Tensor:
     """Return the network's input (b, 3, H, W) float32 from (b, H, W, 3) uint8, mirrored where (b,) bool says so."""
-    return normalise(torch.where(mirrored[:, None, None, None], images.flip(2), images))
+    return normalise(mirror(images, mirrored))
 
 
 class Augment:

@@ -72,7 +72,7 @@ def _two_steps(rank: int, world_size: int, accumulation: int, loss: str, rate: f
     optimizer = build_optimizer(network, "sgd", 0.1, 0.0, 0.0)
     model = Model(network, optimizer, {"softmax": head, COMPATIBLE: old}, LossScaler(enabled=False), None, None, WEIGHT)
     order = SampleOrder(ROWS, ROWS, 0, False, "full", 1, 1)
-    task = Task("softmax", EasyDict(), SyntheticDataset(2, ROWS, 0), order, 0, TASK_WEIGHT)
+    task = Task("softmax", EasyDict(loss={"topology": 0.0}), SyntheticDataset(2, ROWS, 0), order, 0, TASK_WEIGHT)
     parallel = distributed.as_data_parallel(network, world)
     for step in range(2):
         plans = [head.prepare(own.labels.view(accumulation, -1), step)]

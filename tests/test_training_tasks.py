@@ -90,7 +90,8 @@ def _one_step(rank: int, world_size: int, accumulation: int) -> None:
     heads = {name: PartialFC(MARGINS[name], CLASSES[name], DIM, rank, world_size, 3, config) for name in CLASSES}
     model = Model(network, build_optimizer(network, "sgd", RATE, 0.0, 0.0), heads, LossScaler(enabled=False), None)
     order = SampleOrder(12, 12, 0, False, "full", 1, 1)
-    tasks = [Task(name, EasyDict(), SyntheticDataset(2, 12, 0), order, 0, WEIGHTS[name]) for name in CLASSES]
+    own = EasyDict(loss={"topology": 0.0})
+    tasks = [Task(name, own, SyntheticDataset(2, 12, 0), order, 0, WEIGHTS[name]) for name in CLASSES]
     batches = []
     for batch in _batches().values():  # micro-batch by micro-batch, rank by rank, as SampleOrder gives them
         mine = [part.chunk(world_size)[rank] for part in torch.arange(len(batch.labels)).chunk(accumulation)]

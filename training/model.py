@@ -50,6 +50,7 @@ from .compatible import COMPATIBLE, fill_old_centres
 from .setup import Setup, naming_task
 from .stages import head_stages, staged_margin
 from .teachers import PROJECTION, Teacher, centre_bytes
+from .topology import topology_bytes
 
 _RECORDED = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -241,6 +242,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
             check_loss(margin, how)
             samples = task.order.batch_size // parts
+            beside += topology_bytes(samples, count, config.data.image_size) if task.config.loss.topology else 0
             beside += check_head_fits(margin, classes, dim, ranks, how, samples, parts, beside, free)
             if config.compatible.path:
                 check_head_fits(margin, classes, dim, ranks, how.as_frozen(), samples, parts, beside, free)

@@ -12,7 +12,7 @@ import torch
 from easydict import EasyDict
 from torch import Tensor, nn
 
-from data.augment import prepare
+from data.augment import mirror, prepare
 from utils import distributed
 from utils.distributed import World
 from utils.optim import set_learning_rate, step_if, unscale_and_clip_grad_norm_, weights_of
@@ -23,6 +23,7 @@ from .compatible import COMPATIBLE
 from .model import Model
 from .setup import Task
 from .teachers import AVERAGE
+from .topology import PREFIX, topology_loss
 
 
 class LossTerm(NamedTuple):
@@ -154,9 +155,13 @@ def forward_backward(
                 taught = None if teacher is None else teacher.embed(parts, indices[micro_step])
                 embeddings = _embed(parallel, parts)
             terms = []
-            for task, given, kept in zip(tasks, embeddings, outputs, strict=True):
-                loss = model.heads[task.name](given, micro_step)
-                terms.append(LossTerm(task.name, loss, over_all_ranks=True, weight=task.weight))
+            for task, given, part, kept in zip(tasks, embeddings, parts, outputs, strict=True):
+                head = model.heads[task.name]
+                terms.append(LossTerm(task.name, head(given, micro_step), over_all_ranks=True, weight=task.weight))
+                if task.config.loss.topology:
+                    loss = topology_loss(mirror(*part), given, head.rank, head.collectives)
+                    weight = task.weight * task.config.loss.topology
+                    terms.append(LossTerm(f"{PREFIX}{task.name}", loss, over_all_ranks=True, weight=weight))
                 kept.append(given.detach())
             if old is not None:
                 weight = tasks[0].weight * model.compatible_weight
