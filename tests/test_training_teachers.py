@@ -24,6 +24,7 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource
+from scripts import checkpoint as checkpoint_program
 from scripts.deploy import embed
 from training.soft_targets import SoftTargets
 from training.step import LossTerm, backward
@@ -116,13 +117,15 @@ def test_each_loss_has_the_gradient_of_the_whole_batch(run_ranks: Callable[..., 
 CLASSES, SCALE, TEMPERATURE = 10, 8.0, 2.0
 
 
-def _soft(rank: int, world_size: int, storage: str, embeddings: Tensor, taught: Tensor, matrix: Tensor) -> None:
+def _soft(rank: int, world_size: int, parts: int, storage: str, embeddings: Tensor, taught: Tensor, matrix: Tensor) -> None:
     source = CentreSource("", CLASSES, OTHER, lambda labels: matrix[torch.from_numpy(labels)].float())
     config = HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=3, storage=storage)
     head = PartialFC(build_margin("cosface", scale=SCALE, margin=0.2), CLASSES, DIM, rank, world_size, 3, config)
-    rows = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
-    given = embeddings[rows].float().requires_grad_()
-    value = SoftTargets(head, source, TEMPERATURE).loss(given, taught[rows].float())
+    share = SAMPLES // (world_size * parts)
+    targets, given, value = SoftTargets(head, source, TEMPERATURE), embeddings.float().requires_grad_(), torch.zeros(())
+    for part in range(parts):
+        rows = slice(begin := (part * world_size + rank) * share, begin + share)
+        value = value + targets.loss(given[rows], taught[rows].float()) / parts
     value.backward()
     dense = embeddings.clone().requires_grad_()
     centres = all_centres(CLASSES, DIM, seed=3).double()
@@ -136,20 +139,22 @@ def _soft(rank: int, world_size: int, storage: str, embeddings: Tensor, taught: 
     assert dense.grad is not None and given.grad is not None
     bound = SCALE * rounding_bound(torch.float32, CLASSES + DIM)
     assert float(value.detach()) == pytest.approx(float(expected.detach()), abs=bound) and float(value.detach()) > 0.05
-    assert float((given.grad.double() - dense.grad[rows]).norm()) < bound * float(dense.grad.norm())
+    own = given.grad.abs().sum(dim=1) > 0  # the rows of this rank
+    assert own.sum() == parts * share
+    assert float((given.grad.double() - dense.grad)[own].norm()) < bound * float(dense.grad.norm())
 
 
-def _all_soft(rank: int, world_size: int) -> None:
+def _all_soft(rank: int, world_size: int, parts: int) -> None:
     images, _, other = _data()
     matrix = torch.randn(CLASSES, OTHER, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     for storage in ("exact", "lean"):
-        _soft(rank, world_size, storage, images, other, matrix)
+        _soft(rank, world_size, parts, storage, images, other, matrix)
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_logits_have_the_gradient_of_all_classes_and_images(run_ranks: Callable[..., None], world_size: int):
-    run_ranks(_all_soft, world_size)
+@pytest.mark.parametrize(("world_size", "parts"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_the_logits_have_the_gradient_of_all_classes_and_images(run_ranks: Callable[..., None], world_size: int, parts: int):
+    run_ranks(_all_soft, world_size, parts)
 
 
 def _loss(run: Path, step: int = 1, name: str = "embedding") -> float:
@@ -229,14 +234,15 @@ def test_a_teacher_that_is_the_student_has_nothing_to_say(place: Path, tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_same_teacher_as_a_run_and_as_an_onnx_file(place: Path, tmp_path: Path):
+def test_the_same_teacher_as_a_run_and_as_a_file_of_it(place: Path, tmp_path: Path):
     pytest.importorskip("onnxruntime")
     from scripts.deploy import export
 
-    assert export.main([str(place / "old"), "--out", str(tmp_path / "teacher.onnx")]) == 0
     of_run = _first(place, tmp_path, "run", f"teacher.path={place / 'old'}")
-    of_file = _first(place, tmp_path, "file", f"teacher.path={tmp_path / 'teacher.onnx'}")
-    assert of_file == pytest.approx(of_run, abs=1e-4) and of_run > 0.1
+    for form, more in (("onnx", []), ("pt2", ["teacher.options=--trust-code"])):
+        assert export.main([str(place / "old"), "--out", str(tmp_path / f"teacher.{form}")]) == 0
+        of_file = _first(place, tmp_path, form, f"teacher.path={tmp_path / f'teacher.{form}'}", *more)
+        assert of_file == pytest.approx(of_run, abs=1e-4) and of_run > 0.1
     # it gets images of its size
     assert _first(place, tmp_path, "larger", f"teacher.path={tmp_path / 'teacher.onnx'}", image_size=64) > 0.1
 
@@ -263,13 +269,14 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
         run = tiny_run(place, tmp_path, *words, f"run.name=once_{count}", image_size=48, batch_size=6)
         assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
         assert _loss(tmp_path / f"once_{count}") == pytest.approx(expected, abs=1e-5)
-    # of another size than the student's, whose map is a part of the checkpoint
+    # of another size than the student's, whose map is a part of the checkpoint, also of one for other processes
     words = [*FOUR_STEPS, f"teacher.path={table}", "backbone.embedding_size=8"]
     run = functools.partial(tiny_run, place, tmp_path, *words, image_size=48)
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     assert "16 numbers per face, after the best linear map of the student's" in ended.stdout
-    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
+    path = str(tmp_path / "whole" / "checkpoints" / "step_00000002")
+    for count, name in (("3", "three"), ("2", "broken")):
+        assert checkpoint_program.main(["reshard", path, count, path := str(tmp_path / name)]) == 0
     assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
     equal_weights(tmp_path / "whole", tmp_path / "broken")
     lines = table.with_suffix(".csv").read_text().splitlines()

@@ -14,7 +14,7 @@ from data.augment import prepare
 from partial_fc.collectives import Collectives
 from training import step
 from training.step import LossTerm, backward
-from training.topology import topology_loss
+from training.topology import topology_bytes, topology_loss
 from utils import distributed
 from utils.distributed import World
 from utils.image import normalise
@@ -92,7 +92,9 @@ def test_equal_distances_make_a_tree_too(count: int):
     assert embeddings.grad is not None and embeddings.grad.isfinite().all()
 
 
-def test_a_run_learns_it_and_resumes_to_the_same_bits(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_learns_it_and_resumes_to_the_same_bits(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     seen: list[Tensor] = []
     monkeypatch.setattr(step, "prepare", lambda *part: seen.append(prepare(*part)) or seen[-1])
     monkeypatch.setattr(step, "topology_loss", lambda images, *rest: seen.append(images) or topology_loss(images, *rest))
@@ -102,6 +104,11 @@ def test_a_run_learns_it_and_resumes_to_the_same_bits(dataset: Path, tmp_path: P
     ]  # fmt: skip
     for name, last in (("whole", 6), ("parts", 3), ("parts", 6)):
         assert train.main(tiny_run(dataset, tmp_path, *settings, f"run.name={name}", f"train.max_steps={last}")) == 0
+    capsys.readouterr()
+    assert train.main(tiny_run(dataset, tmp_path, *settings, "backbone.trained_scale=false", "run.name=other")) == 1
+    assert capsys.readouterr().err.startswith("error: loss.topology needs backbone.trained_scale=true")
+    with pytest.raises(ValueError, match=r"all pairs of 100000 images need 37[0-9.]+ GiB, 1.00 are free; raise train.accum"):
+        topology_bytes(nn.Linear(1, 1), 100_000, 1, 16, 2**30)
     weights = equal_weights(tmp_path / "whole", tmp_path / "parts")
     first, *_, last = [values["loss_topology_softmax"] for values in read_metrics(tmp_path / "whole").values()]
     assert all(torch.equal(normalise(pixels), given) for given, pixels in zip(seen[::2], seen[1::2], strict=True))

@@ -242,7 +242,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
             check_loss(margin, how)
             samples = task.order.batch_size // parts
-            beside += topology_bytes(samples, count, config.data.image_size) if task.config.loss.topology else 0
+            if task.config.loss.topology:
+                beside += topology_bytes(backbone, samples, count, config.data.image_size, free - beside)
             beside += check_head_fits(margin, classes, dim, ranks, how, samples, parts, beside, free)
             if config.compatible.path:
                 check_head_fits(margin, classes, dim, ranks, how.as_frozen(), samples, parts, beside, free)

@@ -11,17 +11,30 @@ Shapes: b = images of this rank in one micro-batch, B = images of all ranks, D =
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partial_fc.collectives import Collectives
 
 PREFIX = "topology_"  # of the names of the losses
 
 
-def topology_bytes(rows: int, count: int, image_size: int) -> int:
-    """Return the bytes of the loss for B = rows images in `count` processes: pixels, and matrices of all pairs."""
+def topology_bytes(backbone: nn.Module, rows: int, count: int, image_size: int, free: int) -> int:
+    """Return the bytes of the loss for B = rows images in `count` processes: pixels, and matrices of all pairs.
+
+    Raises:
+        ValueError: there are more than `free`, or the backbone cannot shorten its embeddings.
+    """
+    scale = dict(backbone.named_parameters()).get("features.weight")  # of networks that end in BatchNorm
+    if scale is not None and not scale.requires_grad:
+        raise ValueError("loss.topology needs backbone.trained_scale=true, which r18 to r2060 have; or mbf, vit_t and the like")
     pixels = 3 * image_size**2
-    return rows * pixels + 4 * 4 * -(-rows // count) * pixels + 40 * rows**2
+    needed = rows * pixels + 4 * 4 * -(-rows // count) * pixels + 40 * rows**2
+    if needed > free:
+        raise ValueError(
+            f"loss.topology: all pairs of {rows} images need {needed / 2**30:.2f} GiB, {max(0, free) / 2**30:.2f} are free; "
+            "raise train.accumulation"
+        )
+    return needed
 
 
 def topology_loss(images: Tensor, embeddings: Tensor, rank: int, collectives: Collectives) -> Tensor:
@@ -34,7 +47,8 @@ def topology_loss(images: Tensor, embeddings: Tensor, rank: int, collectives: Co
     shared = collectives.all_gather(embeddings.detach())
     before, _, after = shared.tensor_split((rank * len(embeddings), (rank + 1) * len(embeddings)))
     every = torch.cat([before, embeddings, after])
-    first, second = spanning_tree(torch.cdist(shared, shared))
+    centred = shared - shared.mean(dim=0)  # smaller numbers, smaller rounding errors of their squares
+    first, second = spanning_tree(torch.cdist(centred, centred))
     lengths = (every[first] - every[second]).norm(dim=1)
     distances = _image_distances(images.flatten(1), collectives)
     return (distances[spanning_tree(distances)].sort().values - lengths.sort().values).square().sum() / len(shared)
@@ -42,7 +56,7 @@ def topology_loss(images: Tensor, embeddings: Tensor, rank: int, collectives: Co
 
 def _image_distances(own: Tensor, collectives: Collectives) -> Tensor:
     """Return (B, B) distances from this rank's pixels (b, n) uint8, from 0 to 1."""
-    values = own.float() - 127.5  # smaller numbers, smaller rounding errors of their squares
+    values = own.float() - 127.5
     blocks = collectives.all_gather(own).split(len(own))
     rows = torch.cat([torch.cdist(values, block.float() - 127.5) for block in blocks], dim=1)
     return collectives.all_gather(rows) / (255 * math.sqrt(own.shape[1]))

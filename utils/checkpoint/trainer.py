@@ -91,7 +91,8 @@ def _check_trained(backbone: nn.Module, saved: Sequence[str]) -> None:
     changed = sorted(set(saved) ^ set(here))
     if changed:
         was, now = ("trained", "does not") if changed[0] in saved else ("did not train", "does")
-        raise ValueError(f"{changed[0]} {was} then and {now} here; set backbone.freeze to what it was, and backbone.train_last")
+        keys = "backbone.freeze to what it was, and backbone.train_last and trained_scale"
+        raise ValueError(f"{changed[0]} {was} then and {now} here; set {keys}")
     if len(saved) != len(here):
         raise ValueError("it names a trained parameter twice")
 
