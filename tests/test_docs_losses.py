@@ -42,7 +42,8 @@ def test_the_tables_have_every_loss_and_backbone_with_their_defaults():
     page = (ROOT / "docs" / "backbones.md").read_text().partition("<!-- end -->")[0]
     titles = [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(titles))) == sorted(list_backbones())
-    assert "`width=1.0` `dropout=0.0` `se=False` `trained_scale=False` |" in page and "`edgeface_xs`: `gamma=0.6`;" in page
+    assert "`embedding_size=512` `width=1.0` `dropout=0.0` `se=False` `trained_scale=False` |" in page
+    assert "`edgeface_xs`: `gamma=0.6`;" in page
 
 
 def test_the_measured_tables_are_those_of_the_file_beside_it():

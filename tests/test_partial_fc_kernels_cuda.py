@@ -22,8 +22,8 @@ if importlib.util.find_spec("triton") is None:
 ROOT = Path(__file__).parents[1]
 CUDA = torch.device("cuda")
 
-# Compiles each kernel with the types of the arguments that the head's calls give it: the first form of a kernel of the logits
-# for every capability, the others for one of them in turn.
+# Compiles each kernel with the types of the arguments that the head's calls give it: the first form of a kernel for every
+# capability, the others for one of them in turn.
 COMPILE = """
 import json, sys
 from pathlib import Path
@@ -60,7 +60,7 @@ class Compiled:
             else:
                 signature[parameter.name] = "fp32"
         before = len({form for name, _, form in done if name == self.kernel.__name__})
-        for capability in (80, 90, 100) if not before and "exp" in self.kernel.__name__ else ((80, 90, 100)[before % 3],):
+        for capability in (80, 90, 100) if not before else ((80, 90, 100)[before % 3],):
             source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants)
             target = GPUTarget("cuda", capability, 32)
             options = {"num_warps": num_warps, "num_stages": num_stages}

@@ -368,7 +368,7 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
     tests = "losses losses_margin losses_first_loss docs_losses partial_fc_softmax_loss scripts_benchmark_losses_curves"
     files = [f"tests/test_{name}.py" for name in tests.split()]
     chosen = "toy or every_loss_has_a_case or made_from_the_classes or no_global_random"
-    both = "import pytest\nfrom scripts import tables\ntables.main(['docs/losses.md']) or exit(pytest.main())"
+    both = "import pytest\nfrom scripts import tables\nexit(tables.main(['docs/losses.md']) or pytest.main())"
     arguments = [sys.executable, "-c", both, "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -186,6 +186,9 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert last["loss"] == pytest.approx(0.5 * last["loss_first"] + 0.25 * last["loss_second"], rel=1e-5)
     # the program for checkpoints knows of both
     assert checkpoint_program.main(["verify", str(tmp_path / "whole")]) == 0
+    assert checkpoint_program.main(["reshard", str(tmp_path / "whole"), "3", str(tmp_path / "again")]) == 0
+    again = _ends(tmp_path / "again", heads)
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
     merge = ["merge", str(tmp_path / "whole"), str(tmp_path / "second.pt")]
     assert checkpoint_program.main(merge) == 1
     assert "it has the heads first, second, got no name; name one of them" in capsys.readouterr().err
@@ -197,14 +200,14 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     seed = read_manifest(list_checkpoints(tmp_path / "whole")[-1])["run_signature"]["tasks"]["second"]["seed"]
     by_label = whole["second.centres"][torch.from_numpy(slots_of_classes(np.arange(9), 9, seed))]
     assert torch.equal(torch.load(tmp_path / "second.pt"), nn.functional.normalize(by_label, dim=-1, eps=1e-12))
-    newest = list_checkpoints(tmp_path / "three")[-1]
+    newest = list_checkpoints(tmp_path / "again")[-1]
     manifest = (newest / "manifest.json").read_text()
     (newest / "manifest.json").write_text(manifest.replace("second_00001_of_00003", "other_00001_of_00003"))
     (newest / "second_00001_of_00003.safetensors").rename(newest / "other_00001_of_00003.safetensors")
     capsys.readouterr()
     assert checkpoint_program.main(["verify", str(newest)]) == 1
     assert "second: class slots 3 to 5 are in no file" in capsys.readouterr().out
-    ended = run_program(train.main, [run("run.name=three", "train.max_steps=7")])
+    ended = run_program(train.main, [run("run.name=again", "train.max_steps=7")])
     assert ended.returncode == 1 and "second: class slots 3 to 5 are in no file" in ended.stderr
     alone = json.loads(manifest)
     alone["files"] = {name: entry for name, entry in alone["files"].items() if not name.startswith("second")}

@@ -242,7 +242,8 @@ def _end_files_of_tensorboard(folder: Path) -> None:
     last = f"events.out.tfevents.{int(time.time()) - 1:010d}."
     later = sorted(path for path in folder.glob("events.out.tfevents.*") if path.name > f"{last}~")
     for number, path in enumerate(later):  # of this second, or the clock was turned back; "~" comes after all other names
-        path.rename(path.with_name(f"{last}~{number:03d}.{re.sub(r'^(~[0-9]+[.])+', '', path.name.split('.', 4)[-1])}"))
+        rest = re.sub(r"^(~[0-9]+[.])+", "", path.name.split(".", 4)[-1])
+        path.rename(path.with_name(f"{last}~{number:03d}.{rest}"))
 
 
 def _keep_steps(path: Path, last: int) -> None:
