@@ -261,6 +261,21 @@ def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(co
     assert _steps(run) == list(range(1, int(saved.name[5:]) + 1))
 
 
+def test_a_second_ctrl_c_ends_all_processes_at_once_without_saving(config: Path, tmp_path: Path):
+    log, run = tmp_path / "output.txt", tmp_path / "tiny"
+    command = [*TRAIN, config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
+    with _started(command, log, _environment()) as process:
+        _wait_until(lambda: len(_steps(run)) >= 2, process, log)
+        workers = [pid for pid in (_worker(process.pid, rank) for rank in (0, 1)) if pid]
+        os.kill(workers[1], signal.SIGSTOP)  # so that no step ends
+        _kill([process.pid], signal.SIGINT)
+        _wait_until(lambda: "Ctrl-C again stops at once, without saving" in log.read_text(), process, log)
+        _kill([process.pid], signal.SIGINT)
+        assert _finish(process, log) == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert "Traceback" not in log.read_text() and list_checkpoints(run) == []
+
+
 SRUN = """#!{python}
 import os, signal, subprocess, sys
 command = sys.argv[1:]

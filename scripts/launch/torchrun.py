@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__)
     give_up_on_user_errors(LocalElasticAgent)
     keep_until_exit(LocalElasticAgent)
+    kill_at_second_interrupt(LocalElasticAgent)
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -89,6 +90,21 @@ def keep_until_exit(agent_class: Any) -> None:
         return run(agent, *args, **kwargs)
 
     agent_class.run = keep_and_run
+
+
+def kill_at_second_interrupt(agent_class: Any) -> None:
+    """Make torchrun's agent kill the processes at a second Ctrl-C; it would send SIGTERM, after which they save."""
+    shut_down = agent_class._shutdown
+
+    def close(agent: Any, death_sig: Any = signal.SIGTERM, **how: Any) -> None:
+        try:
+            shut_down(agent, death_sig, **how)
+        except BaseException as error:  # torch's handler has raised it, in the wait for the processes
+            if death_sig == signal.SIGINT == getattr(error, "sigval", None):
+                shut_down(agent, signal.SIGKILL, **how)
+            raise
+
+    agent_class._shutdown = close
 
 
 if __name__ == "__main__":
