@@ -53,11 +53,14 @@ def test_the_page_names_each_input_of_the_fuzzer(inputs: dict[str, Input]):
     assert len(rows) == 19 and {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == inputs.keys()
 
 
-def test_case_n_of_a_seed_is_the_same_always(inputs: dict[str, Input], monkeypatch: pytest.MonkeyPatch):
+def test_case_n_of_a_seed_is_the_same_always(inputs: dict[str, Input], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     clock = itertools.count(10**9, 3600)
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
-    for name, entry in inputs.items():
-        first, again = ([dump_case(make_case(name, entry, 7, number), {}) for number in range(12)] for _ in range(2))
+    other = fuzz_formats.load_inputs(tmp_path)
+    for name in inputs:
+        first, again = (
+            [dump_case(make_case(name, one[name], 7, number), {}) for number in range(12)] for one in (inputs, other)
+        )
         assert first == again and first[3] != first[4], name
 
 
