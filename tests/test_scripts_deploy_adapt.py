@@ -128,7 +128,7 @@ def test_what_would_overwrite_or_mix_is_refused(
         (adapt, [*nets, str(folder / "people"), "--out", file, *more], "exists already"),
         (adapt, [*nets, str(folder / "people"), "--out", str(tmp_path / "b.pt"), *more], "must end in .safetensors"),
         (adapt, [nets[0], nets[0], str(folder / "people"), *out, *more], "are of the same network"),
-        (adapt, [*nets, str(folder / "crops"), *out, *more], "no faces in common"),
+        (adapt, [*nets, str(folder / "crops"), *out, *more], "no picture has a face to embed"),
         (adapt, [*nets, *out], "is no .parquet of"),
         (adapt, [*nets, str(tmp_path / "few"), *out, *more], "6 people or more, got 5"),
     ):

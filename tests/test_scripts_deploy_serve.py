@@ -590,9 +590,15 @@ def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Pa
     found = json.loads((place / "report" / "results.json").read_text())
     strict = json.loads(json.dumps(found["tiny"]))
     strict["operating_points"][0]["cosine_threshold"] = 0.999
-    (tmp_path / "r.json").write_text(json.dumps({**found, "strict": strict, "large": {**found["tiny"], "num_impostor": 10**6}}))
+    sets = {**found, "strict": strict, "large": {**json.loads(json.dumps(found["tiny"])), "num_impostor": 10**6}}
     path = str(tmp_path / "r.json")
-    for more, name in ((["--far", "1e-1"], "strict"), ([], "large"), (["--set", "tiny"], "tiny")):
+    Path(path).write_text(json.dumps(sets))
+    for more, name in ((["--far", "1e-1"], "strict"), ([], "strict"), (["--set", "tiny"], "tiny")):
+        assert result_of(_options(place, "--results", path, *more), answers.embedder)[0].name == name
+    point = sets["large"]["operating_points"][0]
+    sets["large"]["operating_points"].append({**point, "target": "1e-6"})  # which it alone has measured
+    Path(path).write_text(json.dumps(sets))
+    for more, name in (([], "large"), (["--far", "1e-1"], "strict")):
         assert result_of(_options(place, "--results", path, *more), answers.embedder)[0].name == name
 
 

@@ -41,6 +41,8 @@ def read_pairs(options: argparse.Namespace) -> tuple[Pairs, Side, Side]:
             f"{shown(options.old)} and {shown(options.new)} are of the same network, whose galleries need no adapter"
         )
     common = sorted(old.faces.keys() & new.faces.keys())
+    if options.folder and not (old.faces and new.faces):
+        raise ValueError(f"{shown(options.folder)}: no picture has a face to embed; the reasons are above")
     if not common:
         raise ValueError(f"{shown(options.old)} and {shown(options.new)} have no faces in common; embed the same folder twice")
     rows = [[side.faces[key] for key in common] for side in (old, new)]

@@ -291,12 +291,13 @@ def result_of(options: argparse.Namespace, embedder: Embedder) -> tuple[SetResul
                     raise ValueError(f"--{flag} chooses a threshold of --results or --pairs; give one of them, or leave it out")
             return None, ""
         found = read_results_of(results, options.ema, options.set)
-    if options.far is not None:
-        threshold = find_threshold(found, options.far, options.set, results)
-        return found[threshold.set], threshold.far
     largest = max(found, key=lambda name: found[name].num_impostor or 0)
     result = set_of(found, options.set or largest, results)
-    return result, next((point.target for point in reversed(result.measured())), "")
+    far = options.far or next((point.target for point in reversed(result.measured())), "")
+    if not far:
+        return result, ""
+    threshold = find_threshold(found, far, options.set, results)  # as of a search
+    return found[threshold.set], threshold.far
 
 
 def score(path: Path, embedder: Embedder) -> SetResult:
