@@ -137,10 +137,10 @@ def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
     filled = np.zeros(num_classes, dtype=bool)
     for begin in range(0, len(image_labels), _CHUNK):
         filled[image_labels[begin : begin + _CHUNK]] = True
-    form = "no header record" if header is None else "header record"
-    used = "index rebuilt" if records.rebuilt else "train.idx"
+    form = "no header record, train.idx" if header is None else "header record, train.idx"
+    form = "index rebuilt" if records.rebuilt else form  # in which the header has another place
     description = (
-        f"{shown(rec_path)}: {form}, {used}, {len(image_labels)} images in {len(records)} records, "
+        f"{shown(rec_path)}: {form}, {len(image_labels)} images in {len(records)} records, "
         f"{num_classes} classes ({source}), {num_classes - np.count_nonzero(filled)} of them without images"
     )
     unread = records.bytes_after_last()

@@ -214,10 +214,10 @@ def check_fits(head: HeadMemory, num_classes: int, world_size: int, budget: int,
         other = head._replace(config=replace(head.config, storage=storage))
         if other.bytes_per_class < head.bytes_per_class and other.bytes_for(local) <= room:
             fixes.append(f"head.storage={storage} ({_gib(other.bytes_for(local))})")
-    place = "disk" if head.device == "cpu" else "host"
+    place, also = ("disk", " checkpoint.background=false") if head.device == "cpu" else ("host", "")
     other = head._replace(config=replace(head.config, placement=place))
     if other.bytes_per_class < head.bytes_per_class and other.bytes_for(local) <= room:
-        fixes.append(f"head.placement={place} ({_gib(local * other.bytes_elsewhere)} there)")
+        fixes.append(f"head.placement={place}{also} ({_gib(local * other.bytes_elsewhere)} there)")
     most = head.classes_in(room)
     if most:
         fixes.append(f"{math.ceil(num_classes / most)} processes instead of {world_size}")

@@ -62,7 +62,7 @@ def _check_decoding(folder: Path, hashes: dict[int, str]) -> int:
         ("01_plain_float", "no header record", [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
         ("02_insightface_vec", "header record", [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]),
         ("08_no_header_shuffled", "no header record", [1, 0, 0, 3, 0]),
-        ("09_sequential_no_idx", "no header record, index rebuilt", [0, 0, 1, 1, 2, 2, 3]),
+        ("09_sequential_no_idx", "index rebuilt", [0, 0, 1, 1, 2, 2, 3]),
         ("12_py2_mxnet151", "header record", [0, 0, 1, 1, 2, 2]),
     ],
 )

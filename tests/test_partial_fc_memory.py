@@ -105,7 +105,10 @@ def test_a_head_that_lies_elsewhere_takes_its_buffers_and_norms_alone(monkeypatc
             assert (copied > 0) == (placement == "host" and config.storage != "mini")
         on_host = HeadMemory(512, 1024, replace(config, placement="host"))
         assert on_host.bytes_per_class == HeadMemory(512, 1024, config).bytes_per_class  # a CPU has no other memory
-    with pytest.raises(ValueError, match=r"30000000 classes .* head.placement=disk \(114.44 GiB there\), or 5 processes"):
+    with pytest.raises(
+        ValueError,
+        match=r"30000000 classes .* head.placement=disk checkpoint.background=false \(114.44 GiB there\), or 5 processes",
+    ):
         check_fits(HeadMemory(512, 1024), 30_000_000, 1, 32 << 30, 6 << 30)
     with pytest.raises(ValueError, match=r"head.placement=host \(114.44 GiB there\)"):
         check_fits(HeadMemory(512, 1024, device="cuda"), 30_000_000, 1, 32 << 30, 6 << 30)
