@@ -7,7 +7,7 @@ backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
 Class centres are in the order of the labels and keep their norms; --ranks must be the number of processes there.
 The schedule is not stored: from this step on, arcface_torch's own configuration determines it.
 
-Example: face migrate export work_dirs/demo_cpu exported --ranks 8
+Example: face migrate export work_dirs/ms1mv3_r50 exported --ranks 8
 """
 
 from collections.abc import Sequence

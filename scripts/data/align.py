@@ -6,8 +6,8 @@ interrupted run can be continued. Landmarks outside their picture are an error. 
 padding. Landmarks of face detect need --upright, and --listed where it rejected pictures.
 
 LANDMARKS: a CSV file with a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
-and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may give another order
-of the columns.
+and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may say which columns
+are x and y.
 
 Example: face data align people landmarks.csv aligned
 """
