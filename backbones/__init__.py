@@ -19,9 +19,10 @@ from utils.text import did_you_mean
 from .edgeface import EdgeFace
 from .ghostfacenet import GhostFaceNet
 from .iresnet import IResNet, check_head, scale_channels
+from .kprpe import KeypointTransformer
 from .mobilefacenet import MobileFaceNet
 from .packages import PackageNetwork, check_package, is_of_package
-from .vit import VisionTransformer, check_shares
+from .vit import Form, VisionTransformer, check_shares
 
 BACKBONES: dict[str, partial[Any]] = {
     "r18": partial(IResNet, (2, 2, 2, 2)),
@@ -37,11 +38,13 @@ BACKBONES: dict[str, partial[Any]] = {
     "ghostfacenet_v2_2": partial(GhostFaceNet, 2, 2),
     "edgeface_xs": partial(EdgeFace, (32, 64, 100, 192), 4, gamma=0.6),
     "edgeface_s": partial(EdgeFace, (48, 96, 160, 304), 8, gamma=0.5),
-    "vit_t": partial(VisionTransformer, 256, 12, drop_path=0.1, mask_ratio=0.1),
-    "vit_s": partial(VisionTransformer, 512, 12, drop_path=0.1, mask_ratio=0.1),
-    "vit_b": partial(VisionTransformer, 512, 24, drop_path=0.1, mask_ratio=0.1),
-    "vit_l": partial(VisionTransformer, 768, 24, drop_path=0.05, mask_ratio=0.1),
-    "vit_h": partial(VisionTransformer, 1024, 48, drop_path=0.1, mask_ratio=0.0),
+    "vit_t": partial(VisionTransformer, Form(256, 12), drop_path=0.1, mask_ratio=0.1),
+    "vit_s": partial(VisionTransformer, Form(512, 12), drop_path=0.1, mask_ratio=0.1),
+    "vit_b": partial(VisionTransformer, Form(512, 24), drop_path=0.1, mask_ratio=0.1),
+    "vit_l": partial(VisionTransformer, Form(768, 24), drop_path=0.05, mask_ratio=0.1),
+    "vit_h": partial(VisionTransformer, Form(1024, 48), drop_path=0.1, mask_ratio=0.0),
+    "vit_kprpe_s": partial(KeypointTransformer, Form(512, 12, times=5, patch=8), drop_path=0.1),
+    "vit_kprpe_b": partial(KeypointTransformer, Form(512, 24, heads=16, times=3, patch=8), drop_path=0.1),
     # last, because weights are recognised by building one network after the other, and this one takes seconds
     "r2060": partial(IResNet, (3, 128, 896, 3)),
 }
@@ -81,8 +84,8 @@ def check_backbone(name: str, embedding_size: int, dropout: float, width: float 
     scale_channels(64, width)
     if is_of_package(name):
         check_package(name)
-    if "mask_ratio" in others:
-        check_shares(others["drop_path"], others["mask_ratio"])
+    if "drop_path" in others:
+        check_shares(others["drop_path"], others.get("mask_ratio", 0.0))
 
 
 def build_backbone(

@@ -22,17 +22,17 @@ class CheckpointedBlock(nn.Module):
     checkpointing = False  # see set_checkpointing
     norms: Sequence[nn.Module] = ()  # of the block, while it is checkpointed
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `compute` of x, and keep no more than x for the backward pass if checkpointing is on."""
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        """Return `compute` of x, and keep no more than its arguments for the backward pass if checkpointing is on."""
         if not self.checkpointing or not torch.is_grad_enabled():
-            return self.compute(x)
+            return self.compute(x, *more)
         if torch.compiler.is_compiling():  # the compiler changes the statistics once, and takes no other contexts
-            return checkpoint(self.compute, x, use_reentrant=False)
+            return checkpoint(self.compute, x, *more, use_reentrant=False)
         return checkpoint(
-            self.compute, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _recomputing(self.norms))
+            self.compute, x, *more, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _recomputing(self.norms))
         )
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, *x: Any, **more: Any) -> Tensor:
         """Return the output of the block."""
         raise NotImplementedError
 

@@ -8,6 +8,8 @@ Shapes: b = images of this rank, S = image_size, 112 unless said otherwise, N = 
 n = tokens that are not masked, C = numbers per token, D = embedding size.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,8 +19,15 @@ from utils.image import IMAGE_SIZE
 from .checkpointing import CheckpointedBlock
 from .iresnet import autocast_off, check_head, check_image_size, check_images, scale_channels
 
-_PATCH = 9  # pixels; of 112 rows and columns the last four belong to no patch
-_HEADS = 8
+
+class Form(NamedTuple):
+    """What a vision transformer is made of."""
+
+    dim: int  # numbers per token
+    depth: int  # blocks
+    heads: int = 8  # of the attention
+    times: int = 4  # how much wider the MLP is inside
+    patch: int = 9  # side of a patch in pixels; of 112 rows and columns the last four belong to no patch of 9
 
 
 def check_shares(drop_path: float, mask_ratio: float) -> None:
@@ -39,9 +48,9 @@ def draw_kept(count: int, num_kept: int, num_tokens: int, device: torch.device) 
 class PatchEmbedding(nn.Module):
     """A linear map of each patch."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, patch: int) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, dim, _PATCH, stride=_PATCH)
+        self.proj = nn.Conv2d(3, dim, patch, stride=patch)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, N, C) from (b, 3, S, S)."""
@@ -49,26 +58,29 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of 8 heads. Its kernels compute softmax and sums in fp32, also of 16-bit inputs."""
+    """Self-attention of several heads. Its kernels compute softmax and sums in fp32, also of 16-bit inputs."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (b, n, C) from (b, n, C)."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (b, 8, n, C / 8)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return (b, n, C) from (b, n, C); bias (b, heads, n, n) is added to the logits."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # (b, heads, n, C / heads)
+        found = F.scaled_dot_product_attention(q, k, v, bias)
+        # torch.onnx keeps a view that only the strides of this machine's kernel with a bias allow
+        return self.proj(found.transpose(1, 2).flatten(2) if bias is None else torch.cat(found.unbind(1), dim=-1))
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with ReLU6 between them, four times as wide inside."""
+    """Two linear layers with ReLU6 between them."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, times: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, 4 * dim)
-        self.fc2 = nn.Linear(4 * dim, dim)
+        self.fc1 = nn.Linear(dim, times * dim)
+        self.fc2 = nn.Linear(times * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (b, n, C) from (b, n, C)."""
@@ -98,17 +110,17 @@ class DropPath(nn.Module):
 class TransformerBlock(CheckpointedBlock):
     """Attention and MLP, each behind a normalisation and beside a skip connection that stays in fp32 under autocast."""
 
-    def __init__(self, dim: int, drop_path: float) -> None:
+    def __init__(self, dim: int, heads: int, times: int, drop_path: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
         self.norm2 = nn.LayerNorm(dim)  # here, because the order of the parameters numbers the states of optimizers
-        self.attn = Attention(dim)
+        self.attn = Attention(dim, heads)
         self.drop_path = DropPath(drop_path)
-        self.mlp = FeedForward(dim)
+        self.mlp = FeedForward(dim, times)
 
-    def compute(self, x: Tensor) -> Tensor:
-        """Return (b, n, C) from (b, n, C)."""
-        x = x + self.drop_path(self.attn(self.norm1(x)))
+    def compute(self, x: Tensor, *bias: Tensor) -> Tensor:
+        """Return (b, n, C) from (b, n, C); bias as in `Attention`."""
+        x = x + self.drop_path(self.attn(self.norm1(x), *bias))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -116,8 +128,7 @@ class VisionTransformer(nn.Module):
     """Attention between patches of 9 x 9 pixels: for large sets, with AdamW.
 
     Args:
-        dim: numbers per token.
-        depth: blocks.
+        form: dim, depth, heads, times and patch.
         width: factor on dim.
         dropout: probability before the last linear layer, while training.
         drop_path: probability of leaving out a residual branch of the last block, while training; it grows linearly from 0.
@@ -126,12 +137,12 @@ class VisionTransformer(nn.Module):
         image_size: height and width of the images in pixels, a multiple of 16.
     """
 
-    papers = ("2010.11929", "2203.15565")
+    papers: tuple[str, ...] = ("2010.11929", "2203.15565")
+    block = TransformerBlock
 
     def __init__(
         self,
-        dim: int,
-        depth: int,
+        form: Form,
         embedding_size: int = 512,
         width: float = 1.0,
         dropout: float = 0.0,
@@ -143,13 +154,15 @@ class VisionTransformer(nn.Module):
         check_head(embedding_size, dropout)
         check_shares(drop_path, mask_ratio)
         check_image_size(image_size)
-        dim = scale_channels(dim, width)  # a multiple of the 8 heads
-        self.image_size, self.num_tokens = image_size, (image_size // _PATCH) ** 2
+        dim = scale_channels(form.dim, width)
+        dim += -dim % form.heads  # a multiple of the heads
+        self.image_size, self.num_tokens = image_size, (image_size // form.patch) ** 2
         self.num_kept = max(1, int(self.num_tokens * (1.0 - mask_ratio)))
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_tokens, dim))
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
-        self.patch_embed = PatchEmbedding(dim)
-        self.blocks = nn.ModuleList(TransformerBlock(dim, drop_path * number / (depth - 1)) for number in range(depth))
+        self.patch_embed = PatchEmbedding(dim, form.patch)
+        drops = [drop_path * number / (form.depth - 1) for number in range(form.depth)]
+        self.blocks = nn.ModuleList(self.block(dim, form.heads, form.times, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.feature = nn.Sequential(
@@ -184,5 +197,9 @@ class VisionTransformer(nn.Module):
             x = self.norm(x)
             if masked:
                 x = self.mask_token.expand(len(x), self.num_tokens, -1).scatter(1, kept, x)  # (b, N, C)
-            x = self.feature[1](self.feature[0](x.flatten(1)))
-            return self.feature[3](self.feature[2](self.dropout(x)))
+            return self._embeddings(x)
+
+    def _embeddings(self, x: Tensor) -> Tensor:
+        """Return (b, D) from (b, N, C)."""
+        x = self.feature[1](self.feature[0](x.flatten(1)))
+        return self.feature[3](self.feature[2](self.dropout(x)))

@@ -38,7 +38,7 @@ from .values import (
 # paths and resources of one machine; whether the run folder is shared is checked when it is locked
 _MAY_DIFFER = {
     *("run.output", "run.device", "run.threads", "data.path", "data.index_cache", "data.threads", "eval.path"),
-    *("init.backbone", "init.head", "init.classes", "compatible.path", "compatible.classes"),
+    *("data.landmarks", "init.backbone", "init.head", "init.classes", "compatible.path", "compatible.classes"),
 }
 # keys that hold a word or a path; two different paths count as equal
 _WORDS = {"data.labels": ("offset", "same"), "checkpoint.resume": ("auto", "never"), "teacher.path": ("", "average")}

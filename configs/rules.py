@@ -170,7 +170,7 @@ def check_tasks(tree: dict[str, Any]) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task["name"]):
             raise ValueError(f"{where}.name must be letters a to z, digits and _, as part of a file name, got {task['name']!r}")
         own = names.count(task["name"]) == 1 and not task["name"].startswith(("teacher_", "topology_"))
-        if not own or task["name"] in ("backbone", "ema", "trainer", "compatible"):
+        if not own or task["name"] in ("backbone", "ema", "trainer", "compatible", "landmarks"):
             raise ValueError(f"{where}.name must be its own, and no other part of a checkpoint, got {task['name']!r}")
         if not 0 < task["weight"] <= 1e6:
             raise ValueError(f"{where}.weight must be above 0 and at most 1e6, got {task['weight']}")
@@ -250,8 +250,25 @@ def _check_across(tree: dict[str, Any]) -> None:
         )
     _check_schedule(schedule, tree)
     _check_teacher(tree)
+    if not tree["tasks"]:  # else of each
+        _check_landmarks(tree["backbone"]["name"], data, train["compile"])
     if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
         raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
+
+
+def _check_landmarks(backbone: str, data: dict[str, Any], mode: str) -> None:
+    if backbone.startswith("vit_kprpe") != bool(data["landmarks"]):
+        raise ValueError(
+            f"data.landmarks is for backbone.name=vit_kprpe_..., which needs the file, got {data['landmarks']!r} with "
+            f"{backbone}; face data landmarks writes it"
+        )
+    if data["landmarks"] and (data["sources"] or data["on_bad_record"] == "skip"):
+        raise ValueError(
+            "data.landmarks goes without data.sources and data.on_bad_record=skip: it is of the images of one set, got "
+            f"{data['landmarks']!r}; name several sets as tasks"
+        )
+    if data["landmarks"] and mode in ("reduce-overhead", "max-autotune"):
+        raise ValueError(f"train.compile must be default or off with data.landmarks, which no CUDA graph takes, got {mode}")
 
 
 def _check_compatible(compatible: dict[str, Any], sub_centers: int) -> None:

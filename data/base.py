@@ -18,6 +18,7 @@ class FaceDataset(ABC):
     num_images: int  # per epoch
     num_classes: int
     warnings: tuple[str, ...] = ()  # for the user, from opening the set
+    landmarks: np.ndarray | None = None  # of the stored images, if they were asked for: see data/landmarks.py
 
     @property
     def num_stored(self) -> int:
@@ -54,7 +55,11 @@ class FaceDataset(ABC):
 
     def fingerprint(self) -> dict[str, int | str]:
         """Return counts and hashes by name. They are equal if two processes see the same samples in the same order."""
+        points, found = self.landmarks, {}
+        if points is not None:
+            found["hash of the landmarks"] = digest([points.view(f"u{points.itemsize}")])  # which takes integers
         return {
+            **found,
             "number of images": self.num_images,
             "number of classes": self.num_classes,
             "hash of the labels": self.label_digest(),

@@ -19,6 +19,7 @@ from utils.randomness import derive
 from utils.text import prefix_errors
 
 from .base import FaceDataset
+from .landmarks import open_landmarks
 from .mixture import MixedDataset, Source, class_maps
 from .record_dataset import RecordDataset
 from .tar_dataset import TarDataset
@@ -236,9 +237,9 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     """Return the dataset that the section `data` of a config describes.
 
     Args:
-        data: source, path, image_size, num_classes, num_images, sources, labels, on_bad_record and max_bad_fraction, as
-            checked by configs/rules.py. If num_classes or num_images is not 0, the data must agree with it; `synthetic`
-            generates as many.
+        data: source, path, image_size, num_classes, num_images, sources, labels, landmarks, on_bad_record and
+            max_bad_fraction, as checked by configs/rules.py. If num_classes or num_images is not 0, the data must agree with
+            it; `synthetic` generates as many.
         cache: folder for the indices of large sets; None = no cache.
     """
     dataset: FaceDataset
@@ -260,6 +261,9 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
         given = data[name]
         if given and given != found:
             raise ValueError(f"data.{name} is {given}, but the data has {found} ({dataset.describe()}). Set it to 0 or {found}")
+    if data["landmarks"]:
+        with prefix_errors("data.landmarks"):
+            dataset.landmarks = open_landmarks(data["landmarks"], dataset.num_stored)
     if data["on_bad_record"] == "skip":
         return TolerantDataset(dataset, seed, data["max_bad_fraction"])
     return dataset

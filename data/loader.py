@@ -30,11 +30,14 @@ from utils.allocator import lock_for, with_huge_pages
 from utils.image import IMAGE_SIZE
 
 from .augment import Augment
+from .landmarks import mirrored_landmarks
 from .sampler import Samples
 
 
 class Decodes(Protocol):
-    """The methods of a dataset that the loader uses."""
+    """What the loader uses of a dataset."""
+
+    landmarks: np.ndarray | None
 
     def prefetch(self, index: int) -> None: ...
     def read_ahead(self, indices: np.ndarray) -> None: ...
@@ -50,6 +53,7 @@ class LoadedBatch(NamedTuple):
     labels: Tensor  # (n,) int64, on the CPU, where the head plans its step
     mirrored: Tensor  # (n,) bool
     indices: Tensor  # (n,) int64, of the images in the set, on the CPU
+    landmarks: Tensor | None = None  # (n, 5, 2) float32, of the mirrored images, where the set has some: data/landmarks.py
 
 
 class _Buffer:
@@ -127,7 +131,7 @@ class Loader:
         pending: deque[_Job] = deque()
         in_use: deque[_Buffer] = deque()
         upcoming = iter(range(self.first_step, self.last_step))
-        ship = _Shipping(self.device)
+        ship = _Shipping(self.device, self.dataset.landmarks)
 
         def submit() -> None:
             step = next(upcoming, None)
@@ -299,8 +303,8 @@ def _reply(begun: Future[list[Future[None]]], dataset: Decodes, pipe: Connection
 class _Shipping:
     """Copies batches to the device, on CUDA with a separate stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, table: np.ndarray | None) -> None:
+        self.device, self.table = device, table
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, job: _Job) -> tuple[_Job, LoadedBatch]:
@@ -308,15 +312,18 @@ class _Shipping:
         for part in job.parts:
             part.result()
         labels, mirrored = torch.from_numpy(job.buffer.labels.copy()), torch.from_numpy(job.samples.mirrored)
-        indices = torch.from_numpy(job.samples.indices)
+        indices, points = torch.from_numpy(job.samples.indices), None
+        if self.table is not None:
+            points = torch.from_numpy(mirrored_landmarks(self.table[job.samples.indices], job.samples.mirrored))
         if self.stream is None:
-            return job, LoadedBatch(job.buffer.images, labels, mirrored, indices)
+            return job, LoadedBatch(job.buffer.images, labels, mirrored, indices, points)
         with torch.cuda.stream(self.stream):
             images = job.buffer.images.to(self.device, non_blocking=True)
             mirrored = mirrored.pin_memory().to(self.device, non_blocking=True)
+            points = None if points is None else points.pin_memory().to(self.device, non_blocking=True)
             job.buffer.copied = torch.cuda.Event()
             job.buffer.copied.record(self.stream)
-        return job, LoadedBatch(images, labels, mirrored, indices)
+        return job, LoadedBatch(images, labels, mirrored, indices, points)
 
     def arrive(self, job: _Job, batch: LoadedBatch) -> LoadedBatch:
         """Return the batch for use on the current stream, which waits for the copy.
@@ -329,4 +336,6 @@ class _Shipping:
             current.wait_event(job.buffer.copied)
             batch.images.record_stream(current)
             batch.mirrored.record_stream(current)
+            if batch.landmarks is not None:
+                batch.landmarks.record_stream(current)
         return batch

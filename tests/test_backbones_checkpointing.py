@@ -182,7 +182,7 @@ class _TwoBlocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.block, self.last = nn.Conv2d(3, 16, 16, 16), Block(16, 16, 1), TransformerBlock(16, 0.5)
+        self.stem, self.block, self.last = nn.Conv2d(3, 16, 16, 16), Block(16, 16, 1), TransformerBlock(16, 8, 4, 0.5)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.last(self.block(self.stem(images.contiguous())).flatten(2).transpose(1, 2)).flatten(1)

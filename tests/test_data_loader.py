@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 class Numbered:
     """Image i is all i % 256, its label i; `broken` images raise."""
 
+    landmarks = None
+
     def __init__(self, broken: int = -1, slow: float = 0.0) -> None:
         self.broken, self.slow = broken, slow
         self.prefetched: list[int] = []  # announced, when their batch is begun

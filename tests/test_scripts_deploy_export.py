@@ -32,8 +32,9 @@ import backbones
 import train
 from backbones import build_backbone, edgeface, ghostfacenet, list_backbones
 from backbones.iresnet import IResNet
+from backbones.kprpe import KeypointTransformer
 from backbones.mobilefacenet import MobileFaceNet
-from backbones.vit import VisionTransformer
+from backbones.vit import Form, VisionTransformer
 from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
 from eval.__main__ import main as evaluate
@@ -54,7 +55,8 @@ TINY: dict[str, tuple[Callable[..., nn.Module], float]] = {  # with its width
     "mbf": (partial(MobileFaceNet, (1, 1, 1, 1), 2), 0.125),
     "ghostfacenet_v2_2": (partial(ghostfacenet.GhostFaceNet, 2, 2), 0.25),
     "edgeface_xs": (partial(edgeface.EdgeFace, (16, 24, 32, 40), 4), 1.0),
-    "vit_t": (partial(VisionTransformer, 16, 2), 1.0),
+    "vit_t": (partial(VisionTransformer, Form(16, 2)), 1.0),
+    "vit_kprpe_s": (partial(KeypointTransformer, Form(16, 2, heads=4, patch=8)), 1.0),
 }
 
 
@@ -143,7 +145,8 @@ def _left(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "more"),
     some([("r18", []), ("ghostfacenet_v2_2", ["--with-preprocess"]), ("mbf", ["--with-preprocess", "--flip"]),
-          ("edgeface_xs", ["--flip"]), ("vit_t", [])], 2),
+          ("edgeface_xs", ["--flip"]), ("vit_t", []),
+          ("vit_kprpe_s", []), ("vit_kprpe_s", ["--flip"])], 2),
 )  # fmt: skip
 def test_every_kind_of_network_gives_the_numbers_of_torch_at_batch_1_2_and_7(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: list[str]

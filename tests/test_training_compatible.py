@@ -68,7 +68,7 @@ def _two_steps(rank: int, world_size: int, accumulation: int, loss: str, rate: f
     assert set(before) == {"centres", "inverse_norms"}
     network, batch = _network(), _batch()
     mine = torch.cat([part.chunk(world_size)[rank] for part in torch.arange(ROWS).chunk(accumulation)])
-    own = LoadedBatch(*(tensor[mine] for tensor in batch))
+    own = LoadedBatch(*(tensor[mine] for tensor in batch[:4]))
     optimizer = build_optimizer(network, "sgd", 0.1, 0.0, 0.0)
     model = Model(network, optimizer, {"softmax": head, COMPATIBLE: old}, LossScaler(enabled=False), None, None, WEIGHT)
     order = SampleOrder(ROWS, ROWS, 0, False, "full", 1, 1)

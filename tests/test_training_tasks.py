@@ -50,9 +50,9 @@ class _Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(12, DIM)
+        self.layer = nn.Linear(12, DIM + 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, landmarks: Tensor) -> Tensor:
         return self.layer(nn.functional.adaptive_avg_pool2d(images, 2).flatten(1))
 
 
@@ -63,18 +63,25 @@ def _batches() -> dict[str, LoadedBatch]:
         images = torch.randint(0, 256, (SAMPLES[name], 112, 112, 3), generator=generator, dtype=torch.uint8)
         images[:, :56, :56] //= 1 + torch.arange(SAMPLES[name])[:, None, None, None]  # means that differ
         labels = torch.randint(0, classes, (SAMPLES[name],), generator=generator)
-        batches[name] = LoadedBatch(images, labels, torch.zeros(SAMPLES[name], dtype=torch.bool), torch.arange(SAMPLES[name]))
+        flags, points = torch.zeros(SAMPLES[name], dtype=torch.bool), torch.rand(SAMPLES[name], 5, 2, generator=generator)
+        points[1, 2] = torch.nan  # was not found
+        batches[name] = LoadedBatch(images, labels, flags, torch.arange(SAMPLES[name]), points)
     return batches
 
 
 def _dense() -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
     """Return the losses, the gradient of the layer and the centres after a step, in float64, all classes and samples here."""
-    network, losses, total = _Network().double(), {}, torch.zeros(())
+    network, losses, total = _Network().double(), {"landmarks": 0.0}, torch.zeros(())
     centres = {name: all_centres(classes, DIM, seed=3).double().requires_grad_() for name, classes in CLASSES.items()}
     for name, batch in _batches().items():
         pixels = (batch.images.permute(0, 3, 1, 2).double() - 127.5) / 127.5
-        loss = dense_loss(MARGINS[name], network(pixels), centres[name], batch.labels)
+        assert batch.landmarks is not None
+        output = network(pixels, batch.landmarks)
+        loss = dense_loss(MARGINS[name], output[:, :DIM], centres[name], batch.labels)
         losses[name], total = loss.item(), total + WEIGHTS[name] * loss
+        error = (output[:, DIM:].view(-1, 5, 2) - batch.landmarks).abs().nan_to_num()
+        losses["landmarks"] += float(error.sum()) / (10 * sum(SAMPLES.values()))
+        total = total + error.sum() / (10 * sum(SAMPLES.values()))
     total.backward()
     gradient = network.layer.weight.grad
     assert gradient is not None
@@ -106,10 +113,11 @@ def _one_step(rank: int, world_size: int, accumulation: int) -> None:
     for name, head in heads.items():
         loss_bound, gradient_bound = head_bounds(8.0, DIM, SAMPLES[name])
         assert float(found[name]) == pytest.approx(losses[name], abs=loss_bound + of_embeddings)
+        assert float(found["landmarks"]) == pytest.approx(losses["landmarks"], abs=of_embeddings)
         moved, should = head.centres.double(), centres[name][torch.from_numpy(head.shard_classes())]
         first = all_centres(CLASSES[name], DIM, seed=3)[torch.from_numpy(head.shard_classes())].double()
         assert float((moved - should).norm()) < (gradient_bound + of_embeddings) * float((should - first).norm())
-    assert float(total) == pytest.approx(float(found["softmax"] + 0.5 * found["second"]))
+    assert float(total) == pytest.approx(float(found["softmax"] + 0.5 * found["second"] + found["landmarks"]))
     assert network.layer.weight.grad is not None
     assert relative(network.layer.weight.grad, gradient) < head_bounds(8.0, DIM, 1)[1] + of_embeddings
 

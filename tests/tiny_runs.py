@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 import train
 from backbones.iresnet import Block, autocast_off
+from backbones.kprpe import KeypointTransformer
 from backbones.mobilefacenet import MobileFaceNet
-from backbones.vit import VisionTransformer
+from backbones.vit import Form, VisionTransformer
 from data.recordio.image_record import RecordWriter, pack
 from eval.pair_sets.bin_file import write_bin
 from utils.checkpoint.format import list_checkpoints
@@ -57,7 +58,8 @@ class OneBlock(nn.Module):
 SHALLOW = {  # a quarter of the layers of mbf, and half of the time; a third of those of vit_t
     "shallow": functools.partial(MobileFaceNet, (1, 0, 0, 0), 2),
     "one_block": OneBlock,
-    "shallow_vit": functools.partial(VisionTransformer, 256, 4, drop_path=0.1, mask_ratio=0.1),
+    "shallow_vit": functools.partial(VisionTransformer, Form(256, 4), drop_path=0.1, mask_ratio=0.1),
+    "vit_kprpe_shallow": functools.partial(KeypointTransformer, Form(256, 2, heads=4, times=2, patch=8)),
 }
 
 

@@ -111,7 +111,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     for protocol in protocols:
         seen |= protocol.fingerprint()
     require_equal(
-        seen, world, "data.path, eval.path and teacher.path must hold the same files for all processes; copy them again"
+        seen, world, "data.path, data.landmarks, eval.path, teacher.path must be the same for all processes; copy them again"
     )
     with raise_on_all_ranks(world):
         old = old_network(config.compatible.path)
@@ -145,6 +145,8 @@ def signature_of(
         counts = {"num_classes": task.dataset.num_classes, "num_images": task.dataset.num_images}
         labels = prints[task.name]["hash of the labels"]
         several[task.name] = {**counts, "batch_size": task.order.batch_size, "seed": task.seed, "labels": labels}
+        points = prints[task.name].get("hash of the landmarks")
+        several[task.name] |= {"landmarks": points} if points else {}
     first = several[tasks[0].name]
     return {
         "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.get("width", 1.0)],
@@ -156,6 +158,7 @@ def signature_of(
         "image_size": config.data.image_size,
         **({"lora": [config.backbone.lora_rank, config.backbone.lora_alpha]} if config.backbone.lora_rank else {}),
         **({"tasks": several} if config.tasks else {}),
+        **{key: value for key, value in first.items() if key == "landmarks"},
         **({} if teacher is None else {"teacher": teacher.identity}),
     }
 

@@ -12,6 +12,7 @@ import torch
 from easydict import EasyDict
 from torch import Tensor, nn
 
+from backbones.kprpe import landmark_error
 from data.augment import mirror, prepare
 from utils import distributed
 from utils.distributed import World
@@ -22,8 +23,10 @@ from .ahead import PreparedStep
 from .compatible import COMPATIBLE
 from .model import Model
 from .setup import Task
-from .teachers import AVERAGE
+from .teachers import AVERAGE, SumOverRanks
 from .topology import PREFIX, topology_loss
+
+LANDMARKS = "landmarks"  # the loss by which a network learns them: the mean error in sides of the image, missing ones as 0
 
 
 class LossTerm(NamedTuple):
@@ -153,7 +156,8 @@ def forward_backward(
             with torch.autocast(world.device.type, dtype=model.autocast, enabled=model.autocast is not None):
                 parts = [(i[micro_step], m[micro_step]) for i, m in zip(images, mirrored, strict=True)]
                 taught = None if teacher is None else teacher.embed(parts, indices[micro_step])
-                embeddings = _embed(parallel, parts)
+                points = [b.landmarks.chunk(accumulation)[micro_step] for b in batches if b.landmarks is not None]
+                embeddings, found = _embed(parallel, parts, torch.cat(points) if points else None)
             terms = []
             for task, given, part, kept in zip(tasks, embeddings, parts, outputs, strict=True):
                 head = model.heads[task.name]
@@ -168,8 +172,13 @@ def forward_backward(
                 terms.append(LossTerm(COMPATIBLE, old(embeddings[0], micro_step), over_all_ranks=True, weight=weight))
             if teacher is not None and taught is not None:
                 ranks = model.heads[tasks[0].name].collectives
-                found = teacher.compare(torch.cat(list(embeddings)), taught, ranks)
-                terms += [LossTerm(name, value, over_all_ranks=True, weight=weight) for name, (value, weight) in found.items()]
+                taught_losses = teacher.compare(torch.cat(list(embeddings)), taught, ranks)
+                for name, (value, weight) in taught_losses.items():
+                    terms.append(LossTerm(name, value, over_all_ranks=True, weight=weight))
+            if found is not None:
+                error = landmark_error(found, torch.cat(points)) / (found.numel() * world.world_size)
+                shared = SumOverRanks.apply(error, 1.0, model.heads[tasks[0].name].collectives)
+                terms.append(LossTerm(LANDMARKS, shared, over_all_ranks=True))
             loss_scale = model.scaler.scale if model.scaler.enabled else 1.0
             values = backward(terms, world.world_size, loss_scale, accumulation)
         for term in terms:
@@ -192,13 +201,21 @@ def begin_gradients(optimizer: torch.optim.Optimizer, keep: bool) -> None:
             weight.grad = torch.zeros_like(weight)
 
 
-def _embed(parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
-    """Return the float embeddings (b, D) of each part, from one forward pass, as DDP wants it, over the images of all."""
-    if len(parts) == 1:
-        return [parallel(prepare(*parts[0])).to(torch.float32, copy=True)]  # a CUDA graph writes its output again
-    images = torch.cat([prepare(*part) for part in parts])
-    embeddings: Tensor = parallel(images).to(torch.float32, copy=True)
-    return embeddings.split([len(pixels) for pixels, _ in parts])
+def _embed(
+    parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]], points: Tensor | None
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Return the float embeddings (b, D) of each part, from one forward pass, as DDP wants it, over the images of all.
+
+    A network that takes the landmarks `points` (., 5, 2) of all images returns those (., 5, 2) that it found itself, too.
+    """
+    inputs = [prepare(*parts[0]) if len(parts) == 1 else torch.cat([prepare(*part) for part in parts])]
+    output: Tensor = parallel(*inputs, *([] if points is None else [points]))
+    found = None
+    if points is not None:
+        output, found = output.tensor_split([output.shape[1] - points[0].numel()], dim=1)
+        found = found.unflatten(1, points.shape[1:])
+    output = output.to(torch.float32, copy=True)  # a CUDA graph writes its output again
+    return [output] if len(parts) == 1 else output.split([len(pixels) for pixels, _ in parts]), found
 
 
 class StepValues(NamedTuple):

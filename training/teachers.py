@@ -191,7 +191,7 @@ class Teacher(NamedTuple):
         return found
 
 
-class _SumOverRanks(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """The sum of a number over the ranks, whose gradient with respect to this rank's number is a given factor."""
 
     @staticmethod
@@ -207,7 +207,7 @@ class _SumOverRanks(torch.autograd.Function):
 def embedding_loss(student: Tensor, teacher: Tensor, mse: bool, collectives: Collectives) -> Tensor:
     """Return the loss () between embeddings (b, D) of the same images; see `Teacher.compare`."""
     each = (student - teacher).square().mean(dim=1) if mse else 1 - (_normalise(student) * _normalise(teacher)).sum(dim=1)
-    value: Tensor = _SumOverRanks.apply(each.sum() / (len(student) * collectives.world_size), 1.0, collectives)
+    value: Tensor = SumOverRanks.apply(each.sum() / (len(student) * collectives.world_size), 1.0, collectives)
     return value
 
 
@@ -217,7 +217,7 @@ def relation_loss(student: Tensor, teacher: Tensor, collectives: Collectives) ->
     differences = own @ collectives.all_gather(own.detach()).t() - taught @ collectives.all_gather(taught).t()
     total = differences.square().sum() / (len(own) * collectives.world_size) ** 2
     # each pair stands twice in the matrix, and autograd sees the image that is in this rank's rows, not in the columns
-    value: Tensor = _SumOverRanks.apply(total, 2.0, collectives)
+    value: Tensor = SumOverRanks.apply(total, 2.0, collectives)
     return value
 
 

@@ -153,6 +153,15 @@ def draw_face(identity: Identity, shot: Shot, rng: np.random.Generator) -> np.nd
     return _photograph(canvas, head, identity, shot, rng)
 
 
+def landmarks(identity: Identity, shot: Shot) -> np.ndarray:
+    """Return where eyes, nose and corners of the mouth are drawn, (5, 2) x and y as shares of the side, left ones first."""
+    mouth = identity.mouth_width * (1 + 0.14 * shot.smile)
+    x = np.array([-identity.eye_x, identity.eye_x, 0.0, -mouth, mouth])
+    corner = identity.mouth_y - 0.04 * shot.smile
+    y = np.array([identity.eye_y, identity.eye_y, identity.nose_y, corner, corner])
+    return Head(identity, shot).on_face(x, y, np.array([0, 0, identity.nose_length, 0, 0])) / SIZE
+
+
 def _draw_background(canvas: Canvas, rng: np.random.Generator) -> None:
     """Fill the canvas with a blurred room: a colour field and, mostly, a few shapes."""
     cells = int(rng.integers(1, 7))

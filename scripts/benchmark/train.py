@@ -185,7 +185,8 @@ _NAMES = {"ours": "ours", "plain": "plain, fp32", "reference": "arcface_torch"}
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face bench train", __doc__)
     count = int_in_range(1)
-    parser.add_argument("--backbone", choices=list_backbones(), default="r18", help="network")
+    names = [name for name in list_backbones() if not name.startswith("vit_kprpe")]  # which need landmarks
+    parser.add_argument("--backbone", choices=names, default="r18", help="network")
     parser.add_argument("--width", type=float, default=1.0, help="factor on its channels")
     size = int_in_range(16, 448)
     parser.add_argument("--image-size", type=size, default=IMAGE_SIZE, help="height and width of the images, in pixels")

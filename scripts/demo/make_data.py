@@ -28,8 +28,9 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from data.drawn.faces import draw_face
-from data.drawn.identity import sample_identity, sample_shot, sample_yaw
+from data.drawn.faces import draw_face, landmarks
+from data.drawn.identity import Identity, Shot, sample_identity, sample_shot, sample_yaw
+from data.landmarks import write_landmarks
 from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 from eval.verification import FOLDS
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them")
     parser.add_argument("--seed", type=int, default=1, help="another seed is another population")
     parser.add_argument("--processes", type=int, default=0, help="0 = one per core; the result is the same")
+    parser.add_argument(
+        "--landmarks", action="store_true", help="also write landmarks.npy, for data.landmarks: where eyes, nose and mouth are"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was made with other arguments")
     return run_main(make, parser.parse_args(arguments))
 
@@ -80,6 +84,7 @@ def make(options: argparse.Namespace) -> None:
     wanted = {"version": 1, **{key: getattr(options, key) for key in ("identities", "images_per_identity", "seed")}}
     if receipt.is_file() and json.loads(receipt.read_text()) == wanted:
         write_people(out, options.seed)  # a set of an earlier version has none
+        write_points(out, options)
         print(f"{out}: there already, with these arguments")
         return
     if (receipt.is_file() or (out / "train.rec").is_file()) and not begun.is_file() and not options.overwrite:
@@ -97,6 +102,7 @@ def make(options: argparse.Namespace) -> None:
             write_verification_set(out, kind, options, bar)
     write_preview(out / "preview.png", options)
     write_people(out, options.seed)
+    write_points(out, options)
     begun.replace(receipt)
     print(f"{out}: {num_train} training images of {options.identities} identities; {', '.join(SETS)}; people; preview.png")
 
@@ -193,6 +199,12 @@ def draw_jpeg(picture: DrawnPicture) -> bytes:
 
 def draw(picture: DrawnPicture) -> tuple[np.ndarray, int]:
     """Return the (112, 112, 3) uint8 RGB pixels and the JPEG quality of one picture."""
+    identity, shot, rng = subject(picture)
+    return draw_face(identity, shot, rng), shot.quality
+
+
+def subject(picture: DrawnPicture) -> tuple[Identity, Shot, np.random.Generator]:
+    """Return the person of a picture, how it is taken, and what draws all else."""
     seed, kind, identity, number = picture
     rng = np.random.default_rng([seed, 2, identity, number])
     yaw, age = sample_yaw(rng), float(rng.uniform(0, 1))
@@ -203,8 +215,16 @@ def draw(picture: DrawnPicture) -> tuple[np.ndarray, int]:
     elif kind == "demo_aged":
         yaw = float(np.clip(rng.normal(0, 0.4), -0.9, 0.9))
         age = float(rng.uniform(0, 0.2) if number % 2 == 0 else rng.uniform(0.7, 0.95))
-    shot = sample_shot(rng, yaw, age)
-    return draw_face(sample_identity(seed, identity), shot, rng), shot.quality
+    return sample_identity(seed, identity), sample_shot(rng, yaw, age), rng
+
+
+def write_points(out: Path, options: argparse.Namespace) -> None:
+    """Write landmarks.npy of the training set if it was asked for."""
+    if options.landmarks:
+        people, each = range(options.identities), range(options.images_per_identity)
+        pictures = [DrawnPicture(options.seed, "train", person, number) for person in people for number in each]
+        points = [landmarks(*subject(picture)[:2]) for picture in tqdm(pictures, unit="face", desc="landmarks")]
+        write_landmarks(out / "landmarks.npy", np.array(points))
 
 
 def write_people(out: Path, seed: int) -> None:

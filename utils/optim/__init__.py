@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from .lamb import Lamb
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_EMBEDDING = ("patch_embed", "pos_embed", "cls_token", "mask_token", "reg_token", "norm_pre", "conv_stem", "bn1")  # or stem
+_EMBEDDING = (
+    *("patch_embed", "pos_embed", "cls_token", "mask_token", "reg_token", "norm_pre", "conv_stem", "bn1"),  # or stem
+    "keypoint_linear",
+)
 _STEM = ("conv1", "bn1", "prelu")  # of an IResNet
 
 
