@@ -44,7 +44,7 @@ class FindLandmarks(nn.Module):
         self.points = nn.Linear(_WIDTHS[-1] * (image_size // 16) ** 2, 10)
         nn.init.zeros_(self.points.weight)
         nn.init.zeros_(self.points.bias)
-        self.register_buffer("template", torch.from_numpy((TEMPLATE + 0.5) / IMAGE_SIZE).float(), persistent=False)
+        self.register_buffer("template", (torch.tensor(TEMPLATE, dtype=torch.float32) + 0.5) / IMAGE_SIZE, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, 5, 2) from (b, 3, S, S)."""
