@@ -239,6 +239,7 @@ def test_a_detector_finds_the_landmarks_of_a_set(tmp_path: Path, capsys: pytest.
     assert program.main(words) == 1 and "exists already; choose another name" in one_line(capsys)
 
 
+@pytest.mark.numeric
 def test_drawn_faces_have_their_landmarks_where_eyes_and_mouth_are_drawn():
     """What changes with the colours of eyes and lips lies around them; and the mirror image of a point is its other one."""
     for seed in range(6):
