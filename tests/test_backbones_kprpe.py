@@ -164,7 +164,9 @@ def _settings(place: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.numeric
-def test_a_run_learns_the_landmarks_of_each_image_and_resumes_to_the_same_bits(place: Path, tmp_path: Path):
+def test_a_run_learns_the_landmarks_of_each_image_and_resumes_to_the_same_bits(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     settings = _settings(place, "optimizer.name=adamw", "optimizer.lr=1e-3", "schedule.kind=constant", "train.accumulation=2")
     for name, last in (("whole", 6), ("parts", 3), ("parts", 6)):
         arguments = [*settings, f"run.name={name}", f"train.max_steps={last}", "backbone.checkpointing=" + str(last == 3)]
@@ -180,6 +182,11 @@ def test_a_run_learns_the_landmarks_of_each_image_and_resumes_to_the_same_bits(p
     expected = np.nan_to_num(np.abs(points - (TEMPLATE + 0.5) / 112)).mean()
     assert losses[1]["loss_landmarks"] == pytest.approx(expected, rel=rounding_bound(torch.float32, 80))
     assert losses[6]["loss_landmarks"] < losses[1]["loss_landmarks"]
+    capsys.readouterr()
+    np.save(tmp_path / "other.npy", np.load(place / "points.npy")[::-1])
+    settings[0] = f"data.landmarks={tmp_path / 'other.npy'}"
+    assert train.main(tiny_run(place / "data", tmp_path, *settings, "run.name=parts", "train.max_steps=8")) == 1
+    assert "landmarks" in one_line(capsys)
 
 
 def test_a_network_of_a_run_needs_no_landmarks_afterwards(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

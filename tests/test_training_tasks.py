@@ -80,7 +80,7 @@ def _dense() -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
         loss = dense_loss(MARGINS[name], output[:, :DIM], centres[name], batch.labels)
         losses[name], total = loss.item(), total + WEIGHTS[name] * loss
         error = (output[:, DIM:].view(-1, 5, 2) - batch.landmarks).abs().nan_to_num()
-        losses["landmarks"] += float(error.sum()) / (10 * sum(SAMPLES.values()))
+        losses["landmarks"] += error.sum().item() / (10 * sum(SAMPLES.values()))
         total = total + error.sum() / (10 * sum(SAMPLES.values()))
     total.backward()
     gradient = network.layer.weight.grad
