@@ -151,13 +151,14 @@ def forward_backward(
     images = [batch.images.chunk(accumulation) for batch in batches]
     mirrored = [batch.mirrored.chunk(accumulation) for batch in batches]
     indices = batches[0].indices.chunk(accumulation)
+    landmarks = [batch.landmarks.chunk(accumulation) for batch in batches if batch.landmarks is not None]
     for micro_step in range(accumulation):
         with distributed.gradients_shared(parallel, now=micro_step == accumulation - 1):
             with torch.autocast(world.device.type, dtype=model.autocast, enabled=model.autocast is not None):
                 parts = [(i[micro_step], m[micro_step]) for i, m in zip(images, mirrored, strict=True)]
                 taught = None if teacher is None else teacher.embed(parts, indices[micro_step])
-                points = [b.landmarks.chunk(accumulation)[micro_step] for b in batches if b.landmarks is not None]
-                embeddings, found = _embed(parallel, parts, torch.cat(points) if points else None)
+                points = torch.cat([part[micro_step] for part in landmarks]) if landmarks else None
+                embeddings, found = _embed(parallel, parts, points)
             terms = []
             for task, given, part, kept in zip(tasks, embeddings, parts, outputs, strict=True):
                 head = model.heads[task.name]
@@ -175,8 +176,8 @@ def forward_backward(
                 taught_losses = teacher.compare(torch.cat(list(embeddings)), taught, ranks)
                 for name, (value, weight) in taught_losses.items():
                     terms.append(LossTerm(name, value, over_all_ranks=True, weight=weight))
-            if found is not None:
-                error = landmark_error(found, torch.cat(points)) / (found.numel() * world.world_size)
+            if points is not None and found is not None:
+                error = landmark_error(found, points) / (found.numel() * world.world_size)
                 shared = SumOverRanks.apply(error, 1.0, model.heads[tasks[0].name].collectives)
                 terms.append(LossTerm(LANDMARKS, shared, over_all_ranks=True))
             loss_scale = model.scaler.scale if model.scaler.enabled else 1.0
