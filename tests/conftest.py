@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     """Let each process of xdist import a part of the tests first: it finds the other parts rewritten by the others."""
     worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("", "_COUNT"))
+    if worker:
+        gc.disable()  # until all are collected
     if worker and session.config.args == session.config.getini("testpaths"):
         for path in sorted(Path(__file__).parent.glob("test_*.py"))[int(worker[2:]) :: int(count)]:
             with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection itself says so
@@ -74,6 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # no collection walks through all modules and tests again
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:
@@ -175,6 +178,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., None]:
 def _rank_main(rank: int, world_size: int, rendezvous: str, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
     faulthandler.enable()  # a process that dies of a signal says where it was
     torch.set_num_threads(1)
+    importlib.import_module("utils.optim").leave_compiler_out()  # a second of a processor, in each process
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     try:
         fn(rank, world_size, *args)
