@@ -4,10 +4,12 @@ Augmentation changes single uint8 images in place, with OpenCV, right after deco
 device still receives bytes, and CPU and GPU runs see the same images. The augmentation of an image is a function of (seed,
 position in the stream of samples), so threads, processes and resuming do not change it.
 
-Sources: AdaFace trains with random crop (a rectangle stays in place, the rest turns black), low resolution and photometric
-change, each on a fifth of the images (Kim, Jain and Liu, CVPR 2022). Cutout is by DeVries and Taylor (2017). Brightness,
-contrast and saturation are blends as in torchvision's ColorJitter: with black, with the mean gray value of the picture, and
-with the gray picture. Unlike in torchvision, nothing is clipped or rounded in between, so their order does not matter.
+Sources: `affine` is for faces that are not well aligned, as CVLface trains KP-RPE (Kim et al., CVPR 2024; there a fifth of the
+images is rotated, all are scaled and shifted). AdaFace trains with random crop (a rectangle stays in place, the rest turns
+black), low resolution and photometric change, each on a fifth of the images (Kim, Jain and Liu, CVPR 2022). Cutout is by
+DeVries and Taylor (2017). Brightness, contrast and saturation are blends as in torchvision's ColorJitter: with black, with the
+mean gray value of the picture, and with the gray picture. Unlike in torchvision, nothing is clipped or rounded in between, so
+their order does not matter.
 Shapes: b, n = images, H = W = data.image_size.
 """
 
@@ -59,6 +61,32 @@ class Augment:
         for name, row in zip(self.names, numbers, strict=True):
             if row[0] < self.section[name]:
                 OPERATIONS[name](pixels, row[1:], self.section)
+
+    def move(self, points: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return landmarks (n, 5, 2), as shares of the side, where `affine` moves those of the samples at `positions` (n,)."""
+        moved = points.astype(np.float32)
+        if "affine" in self.names:
+            for place, row in enumerate(self.draw(positions)[:, self.names.index("affine")]):
+                if row[0] < self.section["affine"]:
+                    matrix = _matrix(row[1:], self.section, 1.0, 0.5)
+                    moved[place] = moved[place] @ matrix[:, :2].T + matrix[:, 2]
+        return moved
+
+
+def affine(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
+    """Rotate and scale a square picture about its centre, and shift it; what comes from outside is black."""
+    side = len(pixels)
+    matrix = _matrix(numbers, section, side, (side - 1) / 2)
+    pixels[...] = cv2.warpAffine(pixels, matrix, (side, side), borderValue=(0, 0, 0))
+
+
+def _matrix(numbers: np.ndarray, section: Mapping[str, float], side: float, centre: float) -> np.ndarray:
+    """Return the matrix (2, 3) of `affine` for coordinates in which the picture has this side and this centre."""
+    turn, size, *shift = 2 * numbers[:4] - 1
+    angle, scale = section["affine_degrees"] * turn, 1 + section["affine_scale"] * size
+    matrix = cv2.getRotationMatrix2D((centre, centre), angle, scale).astype(np.float64)
+    matrix[:, 2] += side * section["affine_shift"] * np.array(shift)
+    return matrix
 
 
 def photometric(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
@@ -125,7 +153,7 @@ def cutout(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]
     pixels[top : top + rows, left : left + columns] = 127
 
 
-# in the order of a camera: light, occlusion, lens, sensor, file; cutout comes last
+# in the order of a camera: where the face is, light, occlusion, lens, sensor, file; cutout comes last
 OPERATIONS: dict[str, Callable[[np.ndarray, np.ndarray, Mapping[str, float]], None]] = {
-    one.__name__: one for one in (photometric, grayscale, crop, blur, low_resolution, jpeg, cutout)
+    one.__name__: one for one in (affine, photometric, grayscale, crop, blur, low_resolution, jpeg, cutout)
 }

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import cv2
 import numpy as np
@@ -30,20 +30,9 @@ from utils.allocator import lock_for, with_huge_pages
 from utils.image import IMAGE_SIZE
 
 from .augment import Augment
+from .base import FaceDataset
 from .landmarks import mirrored_landmarks
 from .sampler import Samples
-
-
-class Decodes(Protocol):
-    """What the loader uses of a dataset."""
-
-    landmarks: np.ndarray | None
-
-    def prefetch(self, index: int) -> None: ...
-    def read_ahead(self, indices: np.ndarray) -> None: ...
-    def decode_into(self, index: int, out: np.ndarray) -> int: ...
-    def take_warnings(self) -> list[str]: ...
-    def hear(self, warnings: Sequence[str]) -> None: ...
 
 
 class LoadedBatch(NamedTuple):
@@ -106,7 +95,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Decodes,
+        dataset: FaceDataset,
         samples_of_step: Callable[[int], Samples],
         first_step: int,
         last_step: int,
@@ -131,7 +120,7 @@ class Loader:
         pending: deque[_Job] = deque()
         in_use: deque[_Buffer] = deque()
         upcoming = iter(range(self.first_step, self.last_step))
-        ship = _Shipping(self.device, self.dataset.landmarks)
+        ship = _Shipping(self.device, self.dataset.landmarks, self.augment)
 
         def submit() -> None:
             step = next(upcoming, None)
@@ -282,7 +271,7 @@ def _serve(loader: Loader, buffers: list[_Buffer], parent: Connection, pipe: Con
         os._exit(0)
 
 
-def _reply(begun: Future[list[Future[None]]], dataset: Decodes, pipe: Connection) -> None:
+def _reply(begun: Future[list[Future[None]]], dataset: FaceDataset, pipe: Connection) -> None:
     """Tell the parent that a batch is decoded, or why it is not."""
     error: BaseException | None = None
     warnings: list[str] = []
@@ -303,8 +292,8 @@ def _reply(begun: Future[list[Future[None]]], dataset: Decodes, pipe: Connection
 class _Shipping:
     """Copies batches to the device, on CUDA with a separate stream."""
 
-    def __init__(self, device: torch.device, table: np.ndarray | None) -> None:
-        self.device, self.table = device, table
+    def __init__(self, device: torch.device, table: np.ndarray | None, augment: Augment | None) -> None:
+        self.device, self.table, self.augment = device, table, augment
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, job: _Job) -> tuple[_Job, LoadedBatch]:
@@ -314,7 +303,9 @@ class _Shipping:
         labels, mirrored = torch.from_numpy(job.buffer.labels.copy()), torch.from_numpy(job.samples.mirrored)
         indices, points = torch.from_numpy(job.samples.indices), None
         if self.table is not None:
-            points = torch.from_numpy(mirrored_landmarks(self.table[job.samples.indices], job.samples.mirrored))
+            given = self.table[job.samples.indices]
+            moved = self.augment.move(given, job.samples.positions) if self.augment else given
+            points = torch.from_numpy(mirrored_landmarks(moved, job.samples.mirrored))
         if self.stream is None:
             return job, LoadedBatch(job.buffer.images, labels, mirrored, indices, points)
         with torch.cuda.stream(self.stream):

@@ -182,6 +182,10 @@ def test_a_run_learns_the_landmarks_of_each_image_and_resumes_to_the_same_bits(
     expected = np.nan_to_num(np.abs(points - (TEMPLATE + 0.5) / 112)).mean()
     assert losses[1]["loss_landmarks"] == pytest.approx(expected, rel=rounding_bound(torch.float32, 80))
     assert losses[6]["loss_landmarks"] < losses[1]["loss_landmarks"]
+    affine = [*settings, "run.name=moved", "train.max_steps=1", "augment.affine=1", "augment.affine_shift=1"]
+    assert train.main(tiny_run(place / "data", tmp_path, *affine)) == 0
+    # each point is off by half a side on average, with a deviation of 0.29 / 4 for eight images
+    assert 1.5 * expected < read_metrics(tmp_path / "moved")[1]["loss_landmarks"] < 0.8
     capsys.readouterr()
     np.save(tmp_path / "other.npy", np.load(place / "points.npy")[::-1])
     settings[0] = f"data.landmarks={tmp_path / 'other.npy'}"

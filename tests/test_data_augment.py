@@ -88,6 +88,57 @@ def test_blur_is_a_gaussian(number: float):
     assert np.abs(_apply("blur", pixels, [number], blur_sigma=2.0) - expected).max() <= 3.0  # OpenCV cuts the tails off
 
 
+def _moved(points: np.ndarray, numbers: np.ndarray, side: float) -> np.ndarray:
+    """Return where `affine` moves points (n, 2) of a picture of this side, whose corner is the origin; y goes down."""
+    angle, scale = np.radians(30.0 * (2 * numbers[0] - 1)), 1 + 0.3 * (2 * numbers[1] - 1)
+    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])  # against the clock
+    return (points - side / 2) @ (scale * turn).T + side / 2 + 0.2 * side * (2 * numbers[2:4] - 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_affine_moves_every_point_as_its_numbers_say(seed: int):
+    numbers, side, sigma = np.random.default_rng(seed).random(5), 96, 4.0
+    centres = np.stack(np.meshgrid(*[np.arange(side) + 0.5] * 2), -1)  # of pixels: x, y
+    given = np.array([[40.0, 50.0], [60.0, 45.0], [48.0, 62.0]])  # the spot of each channel
+    bell = np.exp(-((centres[..., None, :] - given) ** 2).sum(-1) / (2 * sigma**2))
+    keys = {"affine_degrees": 30, "affine_scale": 0.3, "affine_shift": 0.2}
+    found = _apply("affine", (255 * bell).round().astype(np.uint8), numbers.tolist(), **keys)
+    width = sigma * (1 + 0.3 * (2 * numbers[1] - 1))
+    expected = 255 * np.exp(-((centres[..., None, :] - _moved(given, numbers, side)) ** 2).sum(-1) / (2 * width**2))
+    # a bell is steepest at its sigma, 0.61 of its height a sigma; OpenCV rounds places to 1/32 of a pixel, and interpolates
+    # linearly between pixels: an eighth of the largest second derivative, its height by sigma squared, along either axis
+    assert np.abs(found - expected).max() <= 255 * (0.61 / width / 32 + 2 / 8 / sigma**2) + 1
+
+
+class _Spots(SyntheticDataset):
+    """Images of one white spot each, on which all five landmarks lie."""
+
+    landmarks = np.random.default_rng(0).uniform(0.4, 0.6, (50, 1, 2)).repeat(5, axis=1).astype(np.float16)
+
+    def decode_into(self, index: int, out: np.ndarray) -> int:
+        side = len(out)
+        steps = (np.arange(side) + 0.5) / side
+        x, y = self.landmarks[index, 0].astype(np.float64)
+        out[...] = (255 * np.exp(-((steps - x) ** 2 + (steps[:, None] - y) ** 2) / (2 * 0.05**2)))[..., None].round()
+        return 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_landmarks_go_where_affine_and_the_flip_put_them(share: float):
+    augment = Augment({**BASE, "affine": share}, seed=2)
+    order = SampleOrder(50, 24, 1, True)
+    for batch in Loader(_Spots(10, 50, 0), order.samples, 0, 4, 2, 2, CPU, augment=augment):
+        images = torch.where(batch.mirrored[:, None, None, None], batch.images.flip(2), batch.images)[..., 0].double()
+        places = (torch.arange(112).double() + 0.5) / 112
+        weights = images / images.sum((1, 2), keepdim=True)
+        spots = torch.stack([(weights.sum(1) * places).sum(1), (weights.sum(2) * places).sum(1)], 1)
+        assert (batch.landmarks - spots[:, None]).abs().max() < 1 / 32 / 112  # of which OpenCV rounds places to a half
+        unmoved = torch.from_numpy(_Spots.landmarks[batch.indices, 0].astype(np.float64))
+        unmoved[batch.mirrored, 0] = 1 - unmoved[batch.mirrored, 0]
+        moved = ((unmoved - spots).abs() > 0.01).any(1).double().mean()
+        assert share == 0.5 or moved == pytest.approx(share, abs=0.1)
+
+
 def test_grayscale_has_equal_channels_and_cutout_covers_its_square():
     pixels = picture(2)
     gray = _apply("grayscale", pixels, [])

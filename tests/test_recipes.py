@@ -142,6 +142,16 @@ OTHERS["adaface_wf4m_r50"] = OTHERS["adaface_wf4m_r100"] | {"backbone.name": "r5
 OTHERS["adaface_wf12m_r100"] = OTHERS["adaface_wf4m_r100"] | {
     "data.num_classes": DATA["wf12m"][0], "data.num_images": DATA["wf12m"][1], "eval.every": DATA["wf12m"][1] // (7 * 256)
 }  # fmt: skip
+OTHERS["adaface_wf4m_vit_kprpe_b"] = OTHERS["adaface_wf4m_r100"] | {  # run_vit_kprpe_webface4m.sh
+    "data.landmarks": "landmarks.npy", "augment.affine": 1.0, "augment.affine_degrees": 20 / 5, "augment.affine_scale": 0.2,
+    "augment.affine_shift": 0.05, "augment.crop": 0.95 / 5, "augment.cutout": 0.05 / 5, "augment.low_resolution": 0.8 / 5,
+    "augment.blur": 0.2 / 5, "augment.blur_sigma": 4.0, "augment.grayscale": round(2 / 7 * (2 / 7) ** 2, 2),
+    "augment.photometric": round(1 - (1 - 3 / 7 * (1 + 2 / 7 + (2 / 7) ** 2)) ** 2, 2), "augment.photometric_strength": 0.39,
+    "backbone.name": "vit_kprpe_b", "backbone.dropout": 0.0, "backbone.drop_path": 0.1,
+}  # fmt: skip
+OTHERS["adaface_wf12m_vit_kprpe_b"] = OTHERS["adaface_wf4m_vit_kprpe_b"] | {
+    key: OTHERS["adaface_wf12m_r100"][key] for key in ("data.num_classes", "data.num_images", "eval.every")
+}
 # theirs that our defaults already have
 SAME = {
     "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-4, "schedule.factor": 0.1, "loss.scale": 64.0,
