@@ -46,6 +46,8 @@ def find_border(observed: np.ndarray, impostors: np.ndarray, far: float | None =
         observed, impostors: histograms.
         far: share of the impostors above the border; None = where the errors are fewest.
     """
+    from sklearn.isotonic import isotonic_regression  # which takes a second, here alone
+
     f, h = (np.cumsum(counts) / max(1, counts.sum()) for counts in (observed, impostors))
     bulk = (h >= _BULK[0]) & (h <= _BULK[1])
     share = float(np.clip((f[bulk] / h[bulk]).min(initial=1.0), 0, 1)) if bulk.any() else 0.0
@@ -61,16 +63,5 @@ def find_border(observed: np.ndarray, impostors: np.ndarray, far: float | None =
     kernel = np.exp(-((reach / _SMOOTH) ** 2) / 2)
     mass, known = (np.convolve(np.diff(part, prepend=0.0), kernel, "same") for part in (f, h))
     ratio = np.clip(share * known / np.maximum(mass, 1e-12), 0, 1)
-    return Border(share, float((border + 1) / (BINS / 2) - 1), _falling(ratio, mass + 1e-12))
-
-
-def _falling(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the nearest values, by weighted least squares, that never rise (pool adjacent violators)."""
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        count = 1
-        while blocks and blocks[-1][0] < value:
-            before, mass, length = blocks.pop()
-            value, weight, count = (before * mass + value * weight) / (mass + weight), mass + weight, count + length
-        blocks.append((value, weight, count))
-    return np.repeat([block[0] for block in blocks], [block[2] for block in blocks])
+    falling = isotonic_regression(ratio, sample_weight=mass + 1e-12, increasing=False)
+    return Border(share, float((border + 1) / (BINS / 2) - 1), falling)

@@ -104,14 +104,10 @@ def apply_decisions(decisions: Sequence[Decision], labels: np.ndarray, num_class
 
 def join(count: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     """Return (count,) int64: the lowest of the numbers that are connected with each number by the pairs."""
-    root = list(range(count))
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
 
-    def find(one: int) -> int:
-        while root[one] != one:
-            root[one] = one = root[root[one]]
-        return one
-
-    for pair in pairs:
-        low, high = sorted(map(find, pair))
-        root[high] = low
-    return np.array([find(one) for one in range(count)], dtype=np.int64)
+    table = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    graph = coo_matrix((np.ones(len(table)), table.T), shape=(count, count))
+    _, first, group = np.unique(connected_components(graph, directed=False)[1], return_index=True, return_inverse=True)
+    return first[group]

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from sklearn.isotonic import IsotonicRegression
 
 from analysis import cleaning, mixture
 from analysis.cleaning import clean, find_overlap, near_pairs
@@ -173,15 +172,9 @@ def test_the_border_makes_the_fewest_errors_and_its_share_is_the_planted_one():
     at = np.array([0.1, 0.2, 0.25, 0.3, 0.4])
     densities = [w * np.exp(-(((at - m) / s) ** 2) / 2) / s for w, m, s in ((0.3, 0, 0.102), (0.7, 0.5, 0.1217))]
     np.testing.assert_allclose(border.sure(at), densities[0] / sum(densities), atol=0.05)
+    assert (np.diff(border.impostor) <= 0).all()
     far = find_border(histogram(genuine), histogram(impostors), 0.01)
     assert np.mean(impostors > far.cosine) == pytest.approx(0.01, abs=0.002)
-
-
-def test_probabilities_fall_as_isotonic_regression_makes_them():
-    rng = np.random.default_rng(3)
-    values, weights = rng.normal(size=200) - np.linspace(0, 3, 200), rng.uniform(0.1, 2, 200)
-    expected = IsotonicRegression(increasing=False).fit(np.arange(200), values, weights).predict(np.arange(200))
-    np.testing.assert_allclose(mixture._falling(values, weights), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_leads_and_nearest_centres_agree_with_a_slow_loop():

@@ -102,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, help="GB/s to and from there (default: measured)")
     parser.add_argument("--folder", default=".", help="for disk: a folder on it")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
-    parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device here, to measure and --find")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
@@ -214,11 +213,7 @@ def _of_bus(device: torch.device) -> tuple[float, float]:
 
 def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
     return HeadConfig(
-        sample_rate=options.sample_rate,
-        storage=storage,
-        matmul_dtype=head_dtype(options, device),
-        sub_centers=options.sub_centers,
-        placement=options.placement,
+        sample_rate=options.sample_rate, storage=storage, matmul_dtype=head_dtype(options, device), placement=options.placement
     )
 
 

@@ -91,12 +91,12 @@ def plain_embed(model: nn.Module, pair_set: PairSet) -> np.ndarray:
     return fused / np.linalg.norm(fused, axis=1, keepdims=True)
 
 
-def plain_numbers(embeddings: np.ndarray, same: np.ndarray, num_folds: int = 10) -> tuple[np.ndarray, float]:
-    """Return the accuracy of each fold (F,) and TAR at FAR 1e-3 from (2 P, D) rows, by loops over folds and thresholds."""
+def plain_numbers(embeddings: np.ndarray, same: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the accuracy of each fold (10,) and TAR at FAR 1e-3 from (2 P, D) rows, by loops over folds and thresholds."""
     distances = np.square(embeddings[0::2] - embeddings[1::2]).sum(1)
     pairs = np.arange(len(same))
     accuracies, rates = [], []
-    for test in np.array_split(pairs, num_folds):
+    for test in np.array_split(pairs, 10):
         train = np.setdiff1d(pairs, test)
         scores = [np.mean((distances[train] < threshold) == same[train]) for threshold in np.arange(0, 4, 0.01)]
         best = np.arange(0, 4, 0.01)[int(np.argmax(scores))]
