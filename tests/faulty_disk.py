@@ -4,11 +4,13 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from deploy.journal import Journal
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
@@ -51,3 +53,17 @@ def faulty(disk: Disk) -> Iterator[Disk]:
             if accessor is not None and name not in ("open", "write", "fsync"):
                 patch.setattr(accessor, name, shim)
         yield disk
+
+
+def interrupted(patch: pytest.MonkeyPatch, moments: Container[int]) -> list[dict]:
+    """Interrupt a run after so many records of its journal are added; return them, also those of the runs that follow."""
+    original, records = Journal.add, []
+
+    def add(journal: Journal, record: dict, *data: bytes) -> None:
+        original(journal, record, *data)
+        records.append(record)
+        if len(records) in moments:
+            raise KeyboardInterrupt
+
+    patch.setattr(Journal, "add", add)
+    return records

@@ -102,6 +102,24 @@ def whole_rows(head: PartialFC, rows: Tensor) -> Tensor:
     return whole
 
 
+def saved(head: PartialFC) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the rows of all ranks in slot order, and the state of the margin, as checkpoints hold them."""
+    mine = {name: tensor.clone() for name, tensor in head.shard_state().items()}
+    parts: list[Any] = [mine]
+    if head.world_size > 1:
+        parts = [None] * head.world_size
+        dist.all_gather_object(parts, mine)
+    rows = {name: torch.cat([part[name] for part in parts]) for name in mine}
+    return rows, {name: value.clone() for name, value in head.margin.state_dict().items()}
+
+
+def load_saved(head: PartialFC, found: tuple[dict[str, Tensor], dict[str, Any]]) -> PartialFC:
+    rows, state = found
+    head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
+    head.margin.load_state_dict(state)
+    return head
+
+
 def inclusion_weights(head: PartialFC, labels: Tensor, active: Tensor) -> Tensor:
     """Return log(1 / inclusion probability) of each class (C,): of those drawn, (others) / (others drawn) in their shard."""
     slots = torch.from_numpy(slots_of_classes(np.arange(head.num_classes), head.num_classes, head.seed))

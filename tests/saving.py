@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, checkpoint_path
@@ -11,6 +12,7 @@ from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.distributed import World
 
 Tensors = dict[str, Tensor]
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def as_files(
@@ -28,7 +30,7 @@ def save_now(
     slots: tuple[int, int],
     trainer: dict[str, Any],
     facts: dict[str, Any],
-    world: World,
+    world: World = ALONE,
     keep: RetentionPolicy | None = None,
 ) -> Path:
     """Save one checkpoint and wait for it; collective. Return its folder. Errors as in CheckpointWriter.save."""

@@ -8,12 +8,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from faulty_disk import interrupted
 
 import analysis.all_pairs
 from analysis.all_pairs import accepted_at, count_pairs, points_at
 from analysis.pairs_report import rates_of
 from data.recordio.image_record import RecordSetWriter
-from deploy.journal import Journal, open_journal
+from deploy.journal import open_journal
 from deploy.results import read_results
 from eval.verification import area_under_roc, equal_error_rate, operating_points
 from scripts.analysis import pairs
@@ -87,16 +88,7 @@ def test_points_are_those_of_sorted_distances(targets: tuple[str, ...]):
 def test_a_count_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     vectors, labels, groups = faces(400, 50, 2)
     whole = count_pairs(vectors, labels, groups, num_bins=256, worst=9)
-    calls = []
-    original = Journal.add
-
-    def add(journal: Journal, record: dict, data: bytes) -> None:
-        original(journal, record, data)
-        calls.append(record["blocks"])
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Journal, "add", add)
+    added = interrupted(monkeypatch, [2])
     for _ in range(2):
         done: list[int] = []
         with open_journal(tmp_path / "unfinished", "it") as journal:
@@ -105,7 +97,8 @@ def test_a_count_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypat
                 found = count_pairs(vectors, labels, groups, 256, 9, journal, done.append)
             except KeyboardInterrupt:
                 continue
-    assert calls[:3] == [3, 6, 9] and sum(done) == 400 * 399 // 2 - sum(labels[a] == labels[b] and groups[a] != groups[b]
+    assert [record["blocks"] for record in added[:3]] == [3, 6, 9]
+    assert sum(done) == 400 * 399 // 2 - sum(labels[a] == labels[b] and groups[a] != groups[b]
         for a in range(400) for b in range(a))  # fmt: skip
     for one, other in zip(whole, found, strict=True):
         for array, expected in zip(

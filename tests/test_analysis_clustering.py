@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faulty_disk import interrupted
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
@@ -17,7 +18,6 @@ from analysis import clustering_report
 from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, calibrate, cluster, expand, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
-from deploy.journal import Journal
 from scripts.analysis import cluster as program
 from utils.image import to_png
 
@@ -340,17 +340,10 @@ def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypat
     averaged = _expanded(np.load(folder / "new.npy"), 5)
     others = (people == people[:, None]) & ~np.eye(len(people), dtype=bool)  # the planted people are the clusters
     assert kept == pytest.approx((averaged @ averaged.T * others).sum(axis=1) / 7, abs=1e-4)
-    original, added = Journal.add, []
-
-    def add(journal: Journal, record: dict, data: bytes) -> None:
-        original(journal, record, data)
-        added.append((record["stage"], record["begin"]))
-        if len(added) in (2, 7, 9, 11):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Journal, "add", add)
+    records = interrupted(monkeypatch, (2, 7, 9, 11))
     assert [program.main([*words, str(folder / "p.csv")]) for _ in range(5)] == [130, 130, 130, 130, 0]
     known = [("neighbours of known people", begin) for begin in range(0, 180, 32)]
+    added = [(record["stage"], record["begin"]) for record in records]
     assert added == [*known, ("calibration", 0), *((name, row) for name in ("neighbours", "pairs") for row in (0, 32, 64))]
     assert (folder / "p.csv").read_bytes() == (folder / "whole.csv").read_bytes()
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty_disk import interrupted
 from pictures import jpeg, picture
 
 import analysis.groups
 from analysis.groups import Grouped, genuine_cells, impostor_spreads, measure_table
 from analysis.intervals import Rate, Spread, differences, make_rate, measures, wilson
-from deploy.journal import Journal
 from scripts.analysis.groups import main
 
 NAMES = ["a", "b", "c"]
@@ -121,18 +121,10 @@ def test_a_run_that_ended_early_goes_on_and_never_with_other_groups(
     assert main([*arguments, "age"]) == 1 and "was begun with another groups" in capsys.readouterr().err
     monkeypatch.setattr("analysis.all_pairs._count_stripe", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr("analysis.groups._ROWS", 50)
-    add, blocks = Journal.add, []
-
-    def killed(journal: Journal, record: dict, data: bytes) -> None:
-        add(journal, record, data)
-        blocks.append(record["matches"][1])
-        if len(blocks) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Journal, "add", killed)
+    added = interrupted(monkeypatch, [2])
     main([*arguments, "camera", "--far", "1e-2"])
     found = _results(tmp_path, *arguments[1:3], "--by", "camera", "--far", "1e-2")
-    assert blocks == [0, 50, 100, 150]  # of 160 pictures
+    assert [record["matches"][1] for record in added] == [0, 50, 100, 150]  # of 160 pictures
     _agree(found, _loop(*faces, found["threshold"]))
     monkeypatch.undo()
     assert main([*arguments, "camera", "--far", "1e-2"]) == 1 and "results.json exists already" in capsys.readouterr().err

@@ -5,17 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from test_analysis_clustering import _faces
 
 import analysis.all_pairs
 from analysis.quality import WITHIN, Discard, error_versus_discard, ideal
-
-
-def planted(people: int, each: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return vectors (n, 8) float32 of length 1, in an order that is not that of their labels (n,) int64."""
-    rng = np.random.default_rng(seed)
-    labels = rng.permutation(np.repeat(np.arange(people), each))
-    vectors = rng.normal(size=(people, 8))[labels] + rng.normal(size=(len(labels), 8))
-    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), labels
 
 
 def slow_curve(
@@ -44,7 +37,7 @@ def slow_curve(
 def test_a_curve_is_that_of_a_loop_over_all_pairs(monkeypatch: pytest.MonkeyPatch, levels: int, lower: bool, rows: int):
     monkeypatch.setattr(analysis.all_pairs, "_PERSON_ROWS", rows)
     rng = np.random.default_rng(levels)
-    vectors, labels = planted(11, 5, levels)
+    vectors, labels = _faces(11, 5, 1.0, levels, dim=8)
     labels[:2] = 11, 12  # alone
     values = rng.integers(0, levels, 55).astype(float)  # of 4 levels, most are equal
     values[rng.choice(55, 7, replace=False)] = np.nan

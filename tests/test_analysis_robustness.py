@@ -9,12 +9,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from faulty_disk import interrupted
 from tiny_runs import blank_pictures, face, write_bin
 
 import analysis.robustness
 from analysis.degrade import KINDS, degrade, parse_kinds
 from backbones import build_backbone
-from deploy.journal import Journal
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_pairs
 from scripts.analysis import robustness
@@ -250,15 +250,10 @@ def test_a_run_that_was_stopped_goes_on_and_another_seed_does_not_take_its_rows(
         measured.append(strength)
         return degrade(pixels, kind, strength, encoded, seed)
 
-    def add(journal: Journal, record: dict) -> None:
-        original(journal, record)
-        if len(journal.entries) == 2:
-            raise KeyboardInterrupt
-
-    original, here = Journal.add, [*words, "--out", str(tmp_path / "part")]
+    here = [*words, "--out", str(tmp_path / "part")]
     monkeypatch.setattr(analysis.robustness, "degrade", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", add)
+        interrupted(patch, [2])
         assert robustness.main(here) != 0
     assert set(measured) == {40} and [path.name for path in (tmp_path / "part").iterdir()] == ["unfinished"]
     shutil.copytree(tmp_path / "part", tmp_path / "seed")

@@ -19,7 +19,6 @@ from tests.attack import torture, torture_blows
 from tests.attack.torture_checks import History, check_best, check_resumed, check_said
 from tests.attack.torture_runs import Life
 from utils.checkpoint.format import checkpoint_path
-from utils.distributed import World
 
 NUM_CLASSES = 4
 needs_processes = pytest.mark.skipif(
@@ -30,9 +29,8 @@ needs_processes = pytest.mark.skipif(
 def _save(run: Path, step: int, score: float | None = None) -> Path:
     torch.manual_seed(step)
     state, rows = {"weight": torch.randn(3, 5)}, {"centres": torch.randn(NUM_CLASSES, 5)}
-    world = World(0, 1, 0, 1, torch.device("cpu"))
     trainer = {"optimizer": {"momentum": torch.randn(7), "lr": 0.1}}
-    save_now(run, step, state, rows, (0, NUM_CLASSES), trainer, {"score": score}, world)
+    save_now(run, step, state, rows, (0, NUM_CLASSES), trainer, {"score": score})
     return run / "checkpoints" / f"step_{step:08d}"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import tiny_run, write_dataset
+from tiny_runs import tiny_run
 from torch import Tensor, nn
 
 import train
@@ -163,15 +163,14 @@ def test_statistics_over_all_processes_are_the_same_too(run_ranks: Callable[...,
 
 
 def test_a_network_without_blocks_is_refused_before_anything_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     class Linear(nn.Sequential):
         def __init__(self, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
             super().__init__(nn.Flatten(), nn.Linear(3 * 112 * 112, embedding_size))
 
     monkeypatch.setitem(BACKBONES, "r18", Linear)
-    write_dataset(tmp_path)
-    assert train.main(tiny_run(tmp_path, tmp_path, "backbone.name=r18", "backbone.checkpointing=true")) == 1
+    assert train.main(tiny_run(dataset, tmp_path, "backbone.name=r18", "backbone.checkpointing=true")) == 1
     assert capsys.readouterr().err == (
         "error: backbone.checkpointing: this backbone has no blocks that can be computed again; set it to false\n"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import FP32_UNIT
-from tiny_runs import equal_weights, read_metrics, tiny_run, write_dataset
+from tiny_runs import equal_weights, read_metrics, tiny_run
 from torch import nn
 
 import train
@@ -170,11 +170,10 @@ def test_building_counts_no_batch_and_dropout_stands_before_the_last_layer(packa
     assert (seen[0] == 0).float().mean() > 0.5
 
 
-def test_a_network_of_a_package_trains_resumes_and_is_evaluated(packages: Path, tmp_path: Path):
-    write_dataset(tmp_path / "data")
+def test_a_network_of_a_package_trains_resumes_and_is_evaluated(packages: Path, dataset: Path, tmp_path: Path):
     name = ["backbone.name=timm:convolution", "train.max_steps=4", "schedule.power=0"]
-    assert train.main(tiny_run(tmp_path / "data", tmp_path, *name, "run.name=whole", "eval.every=0")) == 0
-    few = tiny_run(tmp_path / "data", tmp_path, *name, "run.name=halves", "eval.every=0", "checkpoint.every=2")
+    assert train.main(tiny_run(dataset, tmp_path, *name, "run.name=whole", "eval.every=0")) == 0
+    few = tiny_run(dataset, tmp_path, *name, "run.name=halves", "eval.every=0", "checkpoint.every=2")
     assert train.main([*few, "train.max_steps=2"]) == 0 and train.main(few) == 0
     assert "network.conv.weight" in equal_weights(tmp_path / "whole", tmp_path / "halves")
     log = (tmp_path / "whole" / "train.log").read_text()
@@ -204,15 +203,14 @@ def test_what_a_package_lacks_is_one_line(packages: Path, name: str, words: str)
 
 
 def test_the_name_of_a_network_beside_small_weights_takes_no_memory(
-    packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    packages: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    write_dataset(tmp_path)
-    run = tiny_run(tmp_path, tmp_path, "backbone.name=timm:convolution", "train.max_steps=1", "eval.targets=[]")
+    run = tiny_run(dataset, tmp_path, "backbone.name=timm:convolution", "train.max_steps=1", "eval.targets=[]")
     assert train.main(run) == 0
     (manifest,) = (tmp_path / "tiny" / "checkpoints").glob("*/manifest.json")
     manifest.write_text(manifest.read_text().replace("timm:convolution", "timm:giant"))
     capsys.readouterr()
-    assert evaluate([str(tmp_path / "tiny"), "--data", str(tmp_path), "--targets", "tiny", "--device", "cpu"]) == 1
+    assert evaluate([str(tmp_path / "tiny"), "--data", str(dataset), "--targets", "tiny", "--device", "cpu"]) == 1
     said = capsys.readouterr().err
     assert "network.fc.weight is missing, in this backbone it is (1073741824, 37632)" in said and said.count("\n") == 1
     assert train.main([*run, "backbone.name=timm:giant", "run.name=other"]) == 1

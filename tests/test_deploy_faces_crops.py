@@ -13,7 +13,7 @@ from tiny_detectors import OFFSETS, RED
 from deploy.faces.detector import Detector, Face
 from deploy.faces.pictures import Crop, Rejected, crops_of, read_crops
 from utils.alignment import TEMPLATE, align
-from utils.image import decode_rgb
+from utils.image import decode_rgb, to_png
 
 
 class Fixed(Detector):
@@ -37,10 +37,6 @@ def _scene(height: int = 160, width: int = 240) -> np.ndarray:
     return cv2.resize(rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8), (width, height))
 
 
-def _png(pixels: np.ndarray) -> bytes:
-    return cv2.imencode(".png", pixels[:, :, ::-1])[1].tobytes()
-
-
 def _jpeg(pixels: np.ndarray, orientation: int = 1) -> bytes:
     """Return a JPEG with an EXIF orientation: a TIFF of one entry, tag 0x112, in the first segment."""
     how = [cv2.IMWRITE_JPEG_QUALITY, 100, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444]
@@ -57,10 +53,10 @@ def _only(found: list[Crop] | Rejected) -> Crop:
 
 def test_a_face_of_a_photograph_is_aligned_by_its_points():
     pixels, face = _scene(), _face(120, 80)
-    crop = _only(crops_of(_png(pixels), "a/b.png", Fixed(face), 112, "largest"))
+    crop = _only(crops_of(to_png(pixels), "a/b.png", Fixed(face), 112, "largest"))
     assert crop.name == "a/b.png" and crop.number == 0 and crop.face is face and crop.padding == 0
     assert np.array_equal(crop.pixels, align(pixels, face.points, 112, smooth=True))
-    assert _only(crops_of(_png(pixels), "x", Fixed(_face(5, 5)), 112, "largest")).padding > 0.2
+    assert _only(crops_of(to_png(pixels), "x", Fixed(_face(5, 5)), 112, "largest")).padding > 0.2
 
 
 # what a viewer does to the stored pixels, by the definition of the tag (EXIF 2.3, table of Orientation)
@@ -85,7 +81,7 @@ def test_a_photograph_is_turned_as_its_exif_orientation_says_and_an_aligned_crop
 
 def test_which_face_counts():
     small, large = _face(120, 80, 20, 0.99), _face(60, 60, 40, 0.8)
-    detector, data = Fixed(small, large), _png(_scene())
+    detector, data = Fixed(small, large), to_png(_scene())
     assert _only(crops_of(data, "x", detector, 112, "largest")).number == 1
     assert _only(crops_of(data, "x", detector, 112, "central")).number == 0
     both = crops_of(data, "x", detector, 112, "all")
@@ -97,9 +93,9 @@ def test_which_face_counts():
 
 def test_without_a_detector_only_crops_of_the_size_pass():
     pixels = _scene(112, 112)
-    crop = _only(crops_of(_png(pixels), "x", None, 112, "all"))
+    crop = _only(crops_of(to_png(pixels), "x", None, 112, "all"))
     assert crop.face is None and np.array_equal(crop.pixels, pixels)
-    found = crops_of(_png(_scene(112, 120)), "x", None, 112, "all")
+    found = crops_of(to_png(_scene(112, 120)), "x", None, 112, "all")
     assert isinstance(found, Rejected) and found.reason.startswith(
         "is 120 x 112 pixels, no aligned crop of 112 x 112: name a detector"
     )
@@ -109,10 +105,10 @@ def test_landmarks_that_are_no_face_reject_the_picture_unless_another_face_is_so
     far = Face(np.array([0, 0, 50, 50.0]), OFFSETS + 5000, 0.9)
     swapped = Face(np.array([0, 0, 50, 50.0]), OFFSETS[[4, 2, 0, 3, 1]] + 60, 0.9)
     for bad, said in ((far, "must lie in the picture of 240 x 160"), (swapped, "landmarks are no face")):
-        found = crops_of(_png(_scene()), "x", Fixed(bad), 112, "largest")
+        found = crops_of(to_png(_scene()), "x", Fixed(bad), 112, "largest")
         assert isinstance(found, Rejected) and found.reason.startswith("the detector found no face that can be aligned: ")
         assert said in found.reason and "\n" not in found.reason
-        assert _only(crops_of(_png(_scene()), "x", Fixed(bad, _face(120, 80)), 112, "all")).number == 1
+        assert _only(crops_of(to_png(_scene()), "x", Fixed(bad, _face(120, 80)), 112, "all")).number == 1
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def test_landmarks_that_are_no_face_reject_the_picture_unless_another_face_is_so
         (png_of(30_000, 30_000, zlib.compress(bytes(1000))), "an image of 30000 x 30000 pixels, more than 200000000"),
         (b"", "empty image (0 bytes)"),
         (b"no picture", "not JPEG, PNG, BMP or WebP"),
-        (_png(_scene())[:700], "truncated"),
+        (to_png(_scene())[:700], "truncated"),
     ],
 )
 def test_what_is_no_picture_is_rejected_with_the_reason(data: bytes, said: str):
@@ -135,7 +131,7 @@ def test_a_detector_that_fails_on_a_picture_rejects_that_picture():
         def detect(self, pixels: np.ndarray) -> list[Face]:
             raise ValueError("det.onnx: it fails\n\x1b[2J")
 
-    assert crops_of(_png(_scene()), "x", Failing(), 112, "all") == Rejected("x", "det.onnx: it fails\\n\\x1b[2J")
+    assert crops_of(to_png(_scene()), "x", Failing(), 112, "all") == Rejected("x", "det.onnx: it fails\\n\\x1b[2J")
 
 
 def test_files_that_cannot_be_read_are_rejected(tmp_path: Path):
@@ -151,5 +147,5 @@ def test_a_photograph_of_many_pixels_is_shrunk_without_aliasing():
     pixels = np.zeros((1600, 1600, 3), dtype=np.uint8)
     pixels[:, ::2] = RED
     points = (TEMPLATE - 55.5) * 12 + 800
-    crop = _only(crops_of(_png(pixels), "x", Fixed(Face(np.array([0, 0, 1600, 1600.0]), points, 1.0)), 112, "largest"))
+    crop = _only(crops_of(to_png(pixels), "x", Fixed(Face(np.array([0, 0, 1600, 1600.0]), points, 1.0)), 112, "largest"))
     assert np.abs(crop.pixels[20:90, 20:90].astype(float) - [127.5, 0, 0]).max() <= 8

@@ -23,6 +23,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from gallery_runs import SIZE, png
 from pictures import jpeg, picture
 from tiny_detectors import picture as photograph
 from tiny_detectors import write_detector
@@ -38,14 +39,9 @@ from deploy.serve.server import PAGE
 from scripts.deploy import enrol
 from scripts.deploy import serve as program
 
-SIZE = 48
 ASK, CHANGE = "a" * 16, "c" * 20
 SETTINGS = ["--device", "cpu", "--threads", "1", "--image-size", str(SIZE), "--port", "0"]
 NAME = "Zo\u00eb / \u0623\u062d\u0645\u062f 100 %?#"
-
-
-def _face(person: int) -> bytes:
-    return cv2.imencode(".png", picture(person, SIZE)[:, :, ::-1])[1].tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +103,13 @@ def _of_schema(value: Any, schema: dict[str, Any]) -> bool:
     return not isinstance(value, dict) or all(_of_schema(one, schema["additionalProperties"]) for one in value.values())
 
 
-def _embedding(place: Path, data: bytes) -> np.ndarray:
-    """Return the raw embedding (8,) float64 by onnxruntime alone."""
+def _embeddings(place: Path, *pictures: bytes) -> np.ndarray:
+    """Return the raw embeddings (n, 8) float64 by onnxruntime alone, plain plus mirrored."""
     session = importlib.import_module("onnxruntime").InferenceSession(str(place / "face.onnx"))
-    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1]
-    image = ((pixels.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)[None]
+    pixels = np.stack([cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1] for data in pictures])
+    images = ((pixels.astype(np.float32) - 127.5) / 127.5).transpose(0, 3, 1, 2)
     return sum(
-        session.run(None, {"images": np.ascontiguousarray(one)})[0][0].astype(np.float64) for one in (image, image[..., ::-1])
+        session.run(None, {"images": np.ascontiguousarray(view)})[0].astype(np.float64) for view in (images, images[..., ::-1])
     )
 
 
@@ -133,7 +129,7 @@ def test_a_person_is_enrolled_found_and_forgotten_and_each_answer_is_as_describe
         said[name] = reply.json()
         return reply.json()
 
-    path, one, other = f"/api/people/{urllib.parse.quote(NAME, safe='')}", _face(1), _face(2)
+    path, one, other = f"/api/people/{urllib.parse.quote(NAME, safe='')}", png(1), png(2)
     image = ask("POST", path, "enrol", one)["image"]
     assert ask("POST", path, "enrol", one)["image"] is None  # the person has it
     ask("POST", "/api/people/other", "enrol", other)
@@ -142,13 +138,12 @@ def test_a_person_is_enrolled_found_and_forgotten_and_each_answer_is_as_describe
     assert found["people"][0]["name"] == NAME and found["people"][0]["cosine"] == pytest.approx(1, abs=1e-6)
     assert found["match"] is None  # there is no threshold
     assert client.get(f"/gallery/{image}").content[:4] == b"\x89PNG"
-    wide = _embedding(place, one)
+    wide, both = _embeddings(place, one, other)
     answer = ask("POST", "/api/embed", "embed", one)
     # float32 sums of 48 products
     assert answer["norm"] == pytest.approx(np.linalg.norm(wide), rel=1e-5)
     assert answer["embedding"] == pytest.approx((wide / np.linalg.norm(wide)).tolist(), abs=1e-5)
     sizes = {"Picture-Sizes": f"{len(one)}, {len(other)}"}
-    both = _embedding(place, other)
     cosine = ask("POST", "/api/verify", "verify", one + other, **sizes)["cosine"]
     assert cosine == pytest.approx(wide @ both / np.linalg.norm(wide) / np.linalg.norm(both), abs=1e-5)
     assert ask("GET", "/api/info", "about")["gallery"] == {"people": 2, "images": 2}
@@ -209,12 +204,12 @@ def test_the_description_is_openapi():
 
 def test_without_keys_nobody_changes_a_gallery(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
-        assert _client(address, CHANGE).post("/api/people/ann", content=_face(0)).status_code == 200
+        assert _client(address, CHANGE).post("/api/people/ann", content=png(0)).status_code == 200
     with _served(place, tmp_path) as (_, address):
         client = _client(address)
-        assert client.post("/api/search", content=_face(0)).json()["people"][0]["name"] == "ann"
+        assert client.post("/api/search", content=png(0)).json()["people"][0]["name"] == "ann"
         for method, path in (("POST", "/api/people/b"), ("DELETE", "/api/people/ann"), ("DELETE", "/api/images/1")):
-            reply = client.request(method, path, content=_face(1))
+            reply = client.request(method, path, content=png(1))
             assert reply.status_code == 403 and "start the program with --keys FILE" in reply.json()["error"]
     with Gallery(tmp_path / "people.gallery") as gallery:
         assert gallery.people() == {"ann": 1}
@@ -223,9 +218,9 @@ def test_without_keys_nobody_changes_a_gallery(place: Path, tmp_path: Path):
 def test_pictures_and_names_that_cannot_be_enrolled_are_named(address: str):
     client = _client(address, CHANGE)
     for path, data, status, says in (
-        ("/api/people/%0A", _face(0), 422, "must be printable"), ("/api/people/", _face(0), 422, "must be printable"),
-        ("/api/people/" + "x" * 300, _face(0), 422, "up to 256 letters"), ("/api/people/ann", b"x", 422, "cannot be decoded"),
-        ("/api/people/ann?x=1", _face(0), 404, "nothing here"), ("/api/people/Zo%EB", _face(0), 400, "must be UTF-8"),
+        ("/api/people/%0A", png(0), 422, "must be printable"), ("/api/people/", png(0), 422, "must be printable"),
+        ("/api/people/" + "x" * 300, png(0), 422, "up to 256 letters"), ("/api/people/ann", b"x", 422, "cannot be decoded"),
+        ("/api/people/ann?x=1", png(0), 404, "nothing here"), ("/api/people/Zo%EB", png(0), 400, "must be UTF-8"),
         ("/api/images/x", None, 404, "nothing here"),
         ("/api/images/99", None, 404, "the gallery: has no image 99"),
     ):  # fmt: skip
@@ -270,11 +265,11 @@ def test_the_gate_is_that_of_face_enrol(place: Path, tmp_path: Path, capsys: pyt
 def test_who_asks_sees_no_path(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
         client = _client(address, CHANGE)
-        client.post("/api/people/ann", content=_face(0))
+        client.post("/api/people/ann", content=png(0))
         with Gallery(tmp_path / "people.gallery") as gallery:
             other = gallery.facts._replace(digest="0" * 32, title="/secret/face.onnx")
             gallery.reembed(other, lambda crops: np.ones((len(crops), 8)), lambda images, total: images)
-        said = client.get("/api/info").text + client.post("/api/search", content=_face(0)).text
+        said = client.get("/api/info").text + client.post("/api/search", content=png(0)).text
         assert "was embedded anew by another network" in said and str(place) not in said and "/secret" not in said
 
 
@@ -300,7 +295,7 @@ def test_the_page_asks_for_a_key_until_one_is_right_frees_its_pictures_and_says_
     said = "console.log(JSON.stringify([about.network, prompted - keys.length, image.src, before, revoked, facts]));"
     more = ["--min-norm", "1e-3", "--max-padding", ".25"]
     with _served(place, tmp_path, "--keys", str(place / "keys"), *more) as (_, address):
-        _client(address, CHANGE).post("/api/people/ann", content=_face(0))
+        _client(address, CHANGE).post("/api/people/ann", content=png(0))
         size = len(_client(address, ASK).get("/gallery/1").content)
         given = json.dumps([address, ["\u0623\u20ac" * 8, "wrong", f" {ASK}\n", "none"]])
         script = f"{_IN_NODE}{part}(async () => {{ {asked} const facts = []; {gate} {said} }})();"
@@ -326,7 +321,7 @@ def test_faces_of_requests_that_come_together_are_embedded_together(place: Path,
         client = _client(address, ASK)
 
         def are_fewer_calls() -> bool:
-            done = list(pool.map(lambda person: client.post("/api/embed", content=_face(person)).status_code, range(6)))
+            done = list(pool.map(lambda person: client.post("/api/embed", content=png(person)).status_code, range(6)))
             found = _samples(client)
             return done == [200] * 6 and found["face_batch_crops_count",] < found["face_batch_crops_sum",]
 
@@ -336,7 +331,7 @@ def test_faces_of_requests_that_come_together_are_embedded_together(place: Path,
 def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
         client = _client(address, ASK)
-        for data in (_face(0), _face(1), b"x"):
+        for data in (png(0), png(1), b"x"):
             client.post("/api/embed", content=data)
         _client(address).get("/nothing")
         samples = _samples(client)
@@ -369,7 +364,7 @@ def test_with_a_certificate_it_is_encrypted(place: Path, tmp_path: Path):
         ssl = importlib.import_module("ssl")
         with _client(address, CHANGE, verify=ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))) as client:
             headers = {"Origin": address, "Sec-Fetch-Site": "same-origin"}  # of the page
-            assert client.post("/api/people/ann", content=_face(0), headers=headers).json() == {"person": "ann", "image": 1}
+            assert client.post("/api/people/ann", content=png(0), headers=headers).json() == {"person": "ann", "image": 1}
             assert client.get("/api/health", headers={"Origin": address.replace("https", "http")}).status_code == 403
 
 
@@ -421,7 +416,7 @@ def test_what_was_confirmed_before_a_kill_is_there(place: Path, tmp_path: Path):
                     for number in range(first, first + 1000):
                         connection = http.client.HTTPConnection(host, timeout=20)
                         headers = {"Authorization": f"Bearer {CHANGE}", "Content-Type": "application/octet-stream"}
-                        connection.request("POST", f"/api/people/p{number}", _face(number), headers)
+                        connection.request("POST", f"/api/people/p{number}", png(number), headers)
                         reply = connection.getresponse()
                         answer = json.loads(reply.read())
                         if reply.status == 200:
@@ -489,7 +484,7 @@ def test_a_supervisor_is_answered_while_another_process_holds_the_gallery(place:
         other = sqlite3.connect(tmp_path / "people.gallery", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with _client(address, CHANGE) as client:
-            enrolled = pool.submit(client.post, "/api/people/ann", content=_face(0))
+            enrolled = pool.submit(client.post, "/api/people/ann", content=png(0))
             time.sleep(0.5)  # it waits for the other process, and those below for it
             # more than there are threads for answers
             readers = [pool.submit(_client(address, ASK).get, "/api/people") for _ in range(42)]
@@ -499,7 +494,7 @@ def test_a_supervisor_is_answered_while_another_process_holds_the_gallery(place:
             other.execute("ROLLBACK")
             answer = enrolled.result(30)
             if answer.status_code == 503:  # it waits for five seconds at most, and on a busy machine all this takes longer
-                answer = _client(address, CHANGE).post("/api/people/ann", content=_face(0))
+                answer = _client(address, CHANGE).post("/api/people/ann", content=png(0))
             assert answer.status_code == 200 and all(reader.result(30).status_code == 200 for reader in readers)
         other.close()
 
@@ -507,12 +502,12 @@ def test_a_supervisor_is_answered_while_another_process_holds_the_gallery(place:
 def test_a_gallery_that_vanishes_is_told_in_the_terminal(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (started, address):
         client = _client(address, CHANGE)
-        client.post("/api/people/ann", content=_face(0))
-        assert client.post("/api/search", content=_face(0)).json()["people"][0]["name"] == "ann"
+        client.post("/api/people/ann", content=png(0))
+        assert client.post("/api/search", content=png(0)).json()["people"][0]["name"] == "ann"
         (tmp_path / "people.gallery").unlink()
-        asked = [client.get("/api/people"), client.post("/api/search", content=_face(0)), client.get("/gallery/1")]
+        asked = [client.get("/api/people"), client.post("/api/search", content=png(0)), client.get("/gallery/1")]
         assert [reply.status_code for reply in asked] == [500] * 3
         assert started.said()[1].count("warning: a request failed: FileNotFoundError") == 3
         with Gallery.create(tmp_path / "people.gallery", Facts("another", "0" * 32, 8, SIZE, "", "largest")):
-            reply = client.post("/api/search", content=_face(0))
+            reply = client.post("/api/search", content=png(0))
             assert (reply.status_code, "the gallery: is another file" in reply.json()["error"]) == (422, True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tiny_runs import FEW_IMAGES, ROOT, run_program, small_run, write_dataset
+from tiny_runs import ROOT, run_program, small_run
 
 import train
 import training
@@ -84,11 +84,10 @@ def _train_and_note(arguments: list[str]) -> int:
     return status
 
 
-def test_the_page_names_the_threads_and_process_groups_of_a_training(tmp_path: Path):
-    write_dataset(tmp_path, FEW_IMAGES)
+def test_the_page_names_the_threads_and_process_groups_of_a_training(dataset: Path, tmp_path: Path):
     # block order, in which there is reading ahead
     overrides = ["data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5", "checkpoint.every=9"]
-    arguments = small_run(tmp_path, tmp_path, *overrides)
+    arguments = small_run(dataset, tmp_path, *overrides)
     done = run_program(_train_and_note, [arguments] * 2)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"found {rank}.json").read_text()) for rank in range(2)]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from pictures import jpeg, picture
-from saving import save_now
+from saving import ALONE, save_now
+from test_eval_main import _write_set
 from tiny_runs import one_line
 from torch import nn
 
@@ -20,13 +21,11 @@ from eval import embed
 from eval.__main__ import main
 from eval.embed import EmbedSettings, class_means, embed_images
 from eval.monitor import evaluate, load_pair_sets, selection_score
-from eval.pair_sets.bin_file import PairSet, write_bin
+from eval.pair_sets.bin_file import PairSet
 from eval.report import draw_overview, format_table, write_report
 from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
 from utils.image import normalise
-
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def _model() -> nn.Module:
@@ -99,12 +98,6 @@ def test_ranks_share_the_images_and_give_what_one_image_at_a_time_gives(
     run_ranks(_check_embeddings, world_size, num_images)
 
 
-def _write_set(folder: Path, name: str, num_pairs: int = 20) -> None:
-    same = [bool(pair % 2) for pair in range(num_pairs)]
-    images = [jpeg(picture(2 * pair + (side and not same[pair]))) for pair in range(num_pairs) for side in (0, 1)]
-    write_bin(folder / f"{name}.bin", images, same)
-
-
 def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatch: pytest.MonkeyPatch):
     """As on CUDA; 7 images in batches of 3, and means over 7 images of 2 classes."""
     model, shapes = InFloat64(_model()), []
@@ -125,7 +118,7 @@ def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatc
 
 
 def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
-    _write_set(tmp_path, "twins")
+    _write_set(tmp_path / "twins.bin", 20)
     results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, EmbedSettings(16)))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
@@ -160,13 +153,13 @@ def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
 
 
 def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    _write_set(tmp_path, "twins")
+    _write_set(tmp_path / "twins.bin", 20)
     model = _model()
     torch.save(model.state_dict(), tmp_path / "backbone.pth")
     config = {"backbone": {"name": "r18", "embedding_size": 16, "width": 0.125}, "eval": {"targets": ["twins"], "path": ""},
               "data": {"path": str(tmp_path)}}  # fmt: skip
     rows = {"centres": torch.ones(2, 16)}
-    checkpoint = save_now(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0}, ALONE)
+    checkpoint = save_now(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0})
     bare = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--targets", "twins", "--data", str(tmp_path)]
     tables = []
     for arguments in ([str(tmp_path)], [str(tmp_path), "--best"], [str(checkpoint)], [str(tmp_path / "backbone.pth"), *bare]):

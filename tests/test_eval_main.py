@@ -22,9 +22,7 @@ from backbones import build_backbone
 from eval.__main__ import main
 from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.eval import compare_runs
-from utils.distributed import World
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 CPU = ["--device", "cpu", "--threads", "1"]
 
 
@@ -54,7 +52,7 @@ def _run_folder(folder: Path, scores: dict[int, float | None], targets: list[str
     }
     for step, score in scores.items():
         known = {"config": config, "score": score}
-        save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known, ALONE)
+        save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known)
     return folder
 
 

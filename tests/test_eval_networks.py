@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper
 from pictures import jpeg, picture
 from tiny_networks import MEAN_COLOUR, write_onnx
-from tiny_runs import one_line, run_program, tiny_run, write_dataset
+from tiny_runs import one_line, run_program, tiny_run
 from torch import nn
 
 import train
@@ -104,17 +104,16 @@ def test_a_program_runs_only_with_trust_code_whatever_its_name(
 
 @pytest.mark.parametrize("make", [_torchscript, _exported, _pickle])
 def test_no_program_runs_what_a_file_of_weights_holds(
-    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], make: object
+    dataset: Path, tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], make: object
 ):
     """Every program that takes networks, weights or class centres, under every name that such a file may have."""
-    marker, data = tmp_path / "marker", tmp_path / "data"
-    write_dataset(data)
+    marker = tmp_path / "marker"
     (tmp_path / "theirs").mkdir()
     sound = tmp_path / "run"
-    run = tiny_run(data, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=run")
+    run = tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=run")
     assert train.main(run) == 0
     capsys.readouterr()
-    ours = [*tiny_run(data, tmp_path, "train.max_steps=1", "eval.targets=[]"), "run.name=tuned"]
+    ours = [*tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]"), "run.name=tuned"]
     for name in ("w.pth", "w.pt", "w.safetensors", "w.pt2", "w.onnx"):
         bad = str(make(tmp_path / name, marker))  # type: ignore[operator]
         for file in ("backbone.pth", "rank_0_softmax_weight.pt"):

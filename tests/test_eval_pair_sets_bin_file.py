@@ -1,6 +1,5 @@
 """Verification sets: the files of many writers (tests/fixtures/bin), and the pixels of their images."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -13,6 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from test_data_recordio import _sha256
 
 from data.datasets import FolderDataset
 from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
@@ -33,10 +33,6 @@ SAME = [True, False]
 
 def _entries(pairs: PairSet) -> list[bytes]:
     return [pairs.images[i] for pair in zip(pairs.first, pairs.second, strict=True) for i in pair]
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _check_good(path: Path, entries_sha256: list[str], same: list[bool], rgb: list[Any] | None) -> None:

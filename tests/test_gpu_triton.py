@@ -6,7 +6,6 @@ import pytest
 import torch
 from dense_reference import relative, stored_numbers, take_step
 from rounding import head_bounds
-from torch import Tensor
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
@@ -20,10 +19,6 @@ pytestmark = pytest.mark.numeric
 
 LR = 0.05
 DIM, ROWS = 40, 8  # DIM is no power of two
-
-
-def _momentum(rows: dict[str, Tensor]) -> Tensor:
-    return stored_numbers(rows, "momentum")
 
 
 # 81 classes in chunks of 16 end with a chunk of one slot; half of them: a run with a remainder, and positives one by one
@@ -50,18 +45,19 @@ def test_triton_and_plain_torch_take_the_same_step_but_for_the_rounding(
     assert losses[0] == pytest.approx(losses[1], abs=2 * loss_bound)
     assert relative(gradients[1], gradients[0]) < 2 * bound
     plain, triton = rows
+    momentum, other_momentum = (stored_numbers(state, "momentum") for state in rows)
     # each rounds to one of the two neighbours of almost the same number; of bf16 they are 2^-7 of it apart at most
     numbers, other = stored_numbers(plain, "centres"), stored_numbers(triton, "centres")
     wide = numbers.abs().amax(dim=1, keepdim=True) / 1015 if storage == "mini" else 2.0**-7 * numbers.abs()
-    wide = wide + 2 * bound * LR * _momentum(plain).abs().amax()
+    wide = wide + 2 * bound * LR * momentum.abs().amax()
     if storage == "mini":  # the same noise, but numbers near a border
         assert (other == numbers).double().mean() > 0.99
-        other = other - LR * 0.9 / (1 - 0.9) * (_momentum(triton) - _momentum(plain))
+        other = other - LR * 0.9 / (1 - 0.9) * (other_momentum - momentum)
     assert ((other - numbers).abs() <= wide).all()
-    step = _momentum(plain).abs().amax(dim=1, keepdim=True) / (15 if storage == "mini" else 127)
-    step = 2.0**-7 * _momentum(plain).abs() if storage == "lean" else step
-    wide = 1.01 * step + 2 * bound * _momentum(plain).abs().amax()
-    assert ((_momentum(triton) - _momentum(plain)).abs() <= wide).all()
+    step = momentum.abs().amax(dim=1, keepdim=True) / (15 if storage == "mini" else 127)
+    step = 2.0**-7 * momentum.abs() if storage == "lean" else step
+    wide = 1.01 * step + 2 * bound * momentum.abs().amax()
+    assert ((other_momentum - momentum).abs() <= wide).all()
     active = [(state["momentum"] != 0).any(dim=1) for state in rows]
     assert torch.equal(*active) and int(active[0].sum()) == head.num_active()
     for state in rows:

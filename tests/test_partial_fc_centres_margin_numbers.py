@@ -2,15 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from head_losses import CASES, B, C, D, train_steps, whole_rows
+from head_losses import CASES, B, C, D, load_saved, saved, train_steps, whole_rows
 from loss_references_other import kappaface_psi
 from rounding import rounding_bound
-from torch import Tensor
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
@@ -33,33 +31,15 @@ def _build(case: str, rank: int, world_size: int, optimizer: str) -> PartialFC:
 _train = functools.partial(train_steps, centres=torch.eye(C, D) + 0.1, lr=0.01)
 
 
-def _saved(head: PartialFC) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the rows of all ranks in slot order, and the state of the margin, as checkpoints hold them."""
-    mine = {name: tensor.clone() for name, tensor in head.shard_state().items()}
-    parts: list[Any] = [mine]
-    if head.world_size > 1:
-        parts = [None] * head.world_size
-        dist.all_gather_object(parts, mine)
-    rows = {name: torch.cat([part[name] for part in parts]) for name in mine}
-    return rows, {name: value.clone() for name, value in head.margin.state_dict().items()}
-
-
-def _load(head: PartialFC, saved: tuple[dict[str, Tensor], dict[str, Any]]) -> PartialFC:
-    rows, state = saved
-    head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
-    head.margin.load_state_dict(state)
-    return head
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", KEEPING)
 def test_a_head_that_is_loaded_goes_on_to_the_same_bits(case: str, optimizer: str):
     whole, first = _build(case, 0, 1, optimizer), _build(case, 0, 1, optimizer)
     losses = _train(whole, range(8))
     _train(first, range(4))
-    again = _load(_build(case, 0, 1, optimizer), _saved(first))
+    again = load_saved(_build(case, 0, 1, optimizer), saved(first))
     assert all(map(torch.equal, _train(again, range(4, 8)), losses[4:]))
-    expected, found = _saved(whole), _saved(again)
+    expected, found = saved(whole), saved(again)
     for one, other in zip(expected, found, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -69,16 +49,16 @@ def _reshard(rank: int, world_size: int) -> None:
     for case in KEEPING:
         first = _build(case, 0, 1, "sgd")
         _train(first, range(3))
-        saved = [_saved(first)]
-        dist.broadcast_object_list(saved, 0)
-        three = _load(_build(case, rank, world_size, "sgd"), saved[0])
-        rows, state = _saved(three)
-        assert rows.keys() == saved[0][0].keys() and state.keys() == saved[0][1].keys()
-        assert all(torch.equal(rows[name], value) for name, value in saved[0][0].items()), case
+        given = [saved(first)]
+        dist.broadcast_object_list(given, 0)
+        three = load_saved(_build(case, rank, world_size, "sgd"), given[0])
+        rows, state = saved(three)
+        assert rows.keys() == given[0][0].keys() and state.keys() == given[0][1].keys()
+        assert all(torch.equal(rows[name], value) for name, value in given[0][0].items()), case
         losses = _train(three, range(3, 5))
-        later = _saved(three)
-        alone = _load(_build(case, 0, 1, "sgd"), later)
-        rows, state = _saved(alone)
+        later = saved(three)
+        alone = load_saved(_build(case, 0, 1, "sgd"), later)
+        rows, state = saved(alone)
         assert all(torch.equal(rows[name], value) for name, value in later[0].items()), case
         assert all(torch.equal(state[name], value) for name, value in later[1].items()), case
         assert all(bool(loss.isfinite()) for loss in losses)

@@ -13,7 +13,7 @@ import torch
 from dense_reference import all_centres
 from head_losses import SEED, B, C, D, make_batch
 from saving import save_now
-from tiny_runs import final_weights, run_train, small_run
+from tiny_runs import final_weights, one_line, run_train, small_run
 from torch import Tensor
 
 import train
@@ -25,7 +25,6 @@ from partial_fc.centres.store import FORMATS
 from utils.allocator import out_of_memory
 from utils.checkpoint.format import list_checkpoints
 from utils.checkpoint.reading import shard_reader
-from utils.distributed import World
 
 OPTIMIZERS = RowSGD(), RowAdamW(), RowSGD(nesterov=True)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -168,8 +167,7 @@ def _train_with_little_memory(rank: int, world_size: int, folder: Path, placemen
     _few_steps(head, batches, range(3))
     rows, slots = head.shard_state(), (head.first_slot, head.end_slot)
     assert sum(each.nbytes for each in rows.values()) > 2 * limit - 3 * 4 * dim
-    alone = World(0, 1, 0, 1, torch.device("cpu"))
-    path = save_now(folder / f"{rank}", 3, {"w": torch.zeros(1)}, rows, slots, {"a": 1}, {}, alone)
+    path = save_now(folder / f"{rank}", 3, {"w": torch.zeros(1)}, rows, slots, {"a": 1}, {})
     _few_steps(head, batches, range(3, 4))
     expected = head.shard_state()
     del head
@@ -198,8 +196,7 @@ def test_a_disk_without_room_is_an_error_of_one_line_before_training(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert train.main(small_run(dataset, tmp_path, *ON_DISK)) == 1
-    said = capsys.readouterr().err.strip()
-    assert "No space left on device" in said and "\n" not in said and list_checkpoints(tmp_path / "tiny") == []
+    assert "No space left on device" in one_line(capsys) and list_checkpoints(tmp_path / "tiny") == []
 
 
 def test_a_file_for_a_gpu_and_a_copy_of_it_in_memory_are_refused(tmp_path: Path):

@@ -9,17 +9,19 @@ import torch
 from dense_reference import active_classes, all_centres, dense_loss, near_their_centres, relative, stored_numbers
 from rounding import head_bounds, rounding_bound
 from saving import save_now
+from test_partial_fc_centres_placement import _assert_equal
 from torch import Tensor
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.centres.store import FORMATS, Noise, quantise_rows, round_to_bfloat16_
+from partial_fc.centres.row_optimizer import LazyDecay
+from partial_fc.centres.store import FORMATS, CentreStore, Noise, quantise_rows, round_to_bfloat16_
 from partial_fc.init import init_centres
 from partial_fc.kernels import KERNELS
+from partial_fc.workspace import Workspace
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import reading
 from utils.checkpoint.tensor_file import write_tensors
-from utils.distributed import World
 
 pytestmark = pytest.mark.numeric
 
@@ -143,9 +145,9 @@ def test_bytes_per_class_are_as_promised(state: str, bytes_per_class: int):
 
 
 def _save(head: PartialFC, folder: Path, step: int) -> Path:
-    world, facts = World(0, 1, 0, 1, torch.device("cpu")), {"run_signature": {"num_classes": NUM_CLASSES, "seed": 3}}
+    facts = {"run_signature": {"num_classes": NUM_CLASSES, "seed": 3}}
     slots = (head.first_slot, head.end_slot)
-    return save_now(folder, step, {"w": torch.zeros(1)}, head.shard_state(), slots, {"a": 1}, facts, world)
+    return save_now(folder, step, {"w": torch.zeros(1)}, head.shard_state(), slots, {"a": 1}, facts)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -162,10 +164,7 @@ def test_a_saved_and_loaded_head_goes_on_to_the_same_bits(
     _train(whole, range(5, 9), lr=1e-2)
     again.load_rows(reading.shard_reader(path))
     _train(again, range(5, 9), lr=1e-2)
-    expected, got = whole.shard_state(), again.shard_state()
-    assert expected.keys() == got.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, got[name]), name
+    _assert_equal(again.shard_state(), whole.shard_state())
 
 
 @pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW()])
@@ -254,10 +253,6 @@ def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tens
 @pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-2), RowSGD(0.9, 5e-2, True), RowAdamW(0.9, 0.95, 1e-3, 0.1)])
 @pytest.mark.parametrize("missed", [1, 7, 300])
 def test_lazy_decay_does_what_the_dense_optimizer_does_to_rows_without_a_gradient(optimizer: RowSGD | RowAdamW, missed: int):
-    from partial_fc.centres.row_optimizer import LazyDecay
-    from partial_fc.centres.store import CentreStore
-    from partial_fc.workspace import Workspace
-
     rates = [0.1 / (1 + 0.1 * number) for number in range(missed + 1)]
     workspace = Workspace(torch.device("cpu"), 0)
     state = CentreStore(3, 4, "exact", isinstance(optimizer, RowAdamW), True, 3, workspace)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rounding import FP32_UNIT, rounding_bound
-from tiny_runs import run_file, run_program, run_train, small_run
+from tiny_runs import ROOT, run_file, run_program, run_train, small_run
 from torch import Tensor
 
 from partial_fc.kernels import _why_no_triton, build_kernels, choose_kernels, why_plain
@@ -18,7 +18,6 @@ from partial_fc.kernels import cpu as cpu_kernels
 from partial_fc.kernels.plain import Tile
 from partial_fc.workspace import Workspace
 
-ROOT = Path(__file__).parents[1]
 needs_library = pytest.mark.skipif(cpu_kernels.load()[0] is None, reason="no C compiler here, so the head uses plain torch")
 CPU = torch.device("cpu")
 FP32_TINY = torch.finfo(torch.float32).tiny  # processors may take smaller numbers for zero

@@ -67,11 +67,6 @@ def _copy(state: State) -> State:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def _momentum(state: State) -> Tensor:
-    """Return the momentum as numbers, in float64."""
-    return stored_numbers(state, "momentum")
-
-
 def _sgd(state: State, gradient: Tensor, select: int | Tensor, nesterov: bool = False, **more: Any) -> None:
     names = ("centres", "centres_scale", "momentum", "momentum_scale")
     _update(RowSGD(0.9, 0.02, nesterov), 0.3, names, state, gradient, select, **more)
@@ -117,14 +112,14 @@ def _expected_sgd(state: State, gradient: Tensor, nesterov: bool = False) -> tup
     """Return the float64 (centres, momentum) after a step with all rows."""
     w = stored_numbers(state, "centres")
     full = _gradient_of_centres(state, gradient) + 0.02 * w
-    m = 0.9 * _momentum(state) + full
+    m = 0.9 * stored_numbers(state, "momentum") + full
     return w - 0.3 * (full + 0.9 * m if nesterov else m), m
 
 
 def _expected_adamw(state: State, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the float64 (centres, momentum, variance) after a step with all rows."""
     full = _gradient_of_centres(state, gradient)
-    m = 0.9 * _momentum(state) + 0.1 * full
+    m = 0.9 * stored_numbers(state, "momentum") + 0.1 * full
     s = 0.999 * state["variance"].double() + 0.001 * full**2
     k = state["updates"].double()[:, None] + 1
     step = (m / (1 - 0.9**k)) / ((s / (1 - 0.999**k)).sqrt() + 1e-8)
@@ -285,7 +280,7 @@ def test_adamw_corrects_the_bias_at_any_number_of_updates(device: torch.device) 
 def _of_mini(state: State, centres: Tensor, momentum: Tensor, update: Update) -> Tensor:
     """Return the centres that mini should store, from those and the momentum of the exact update."""
     carry = 0.3 * 0.9 / (1 - 0.9) if update is _sgd and "centres_scale" in state else 0.0
-    return centres + carry * (_momentum(state) - momentum)
+    return centres + carry * (stored_numbers(state, "momentum") - momentum)
 
 
 def _errors_of_many_seeds(
@@ -384,7 +379,8 @@ def test_a_zero_centre_moves_as_the_formula_says(device: torch.device, form: str
     found = stored_numbers(state, "centres")
     torch.testing.assert_close(found, centres, rtol=rtol, atol=step if form == "mini" else 1e-6)
     step = 1.001 * momentum[1].abs().max().item() / (15 if form == "mini" else 127)
-    torch.testing.assert_close(_momentum(state)[1], momentum[1], rtol=rtol, atol=step if form in ("tiny", "mini") else 1e-6)
+    found = stored_numbers(state, "momentum")[1]
+    torch.testing.assert_close(found, momentum[1], rtol=rtol, atol=step if form in ("tiny", "mini") else 1e-6)
     _assert_norms_are_those_of_the_stored_rows(state)
 
 
@@ -418,7 +414,8 @@ def test_offsets_of_more_than_32_bits_reach_the_last_rows(device: torch.device) 
     _sgd(whole, gradient, num_rows - 2)
     torch.testing.assert_close(whole["centres"][-2:].double(), centres, rtol=BF16_STEPS, atol=1e-6)
     step = 1.001 * momentum.abs().max().item() / 127
-    torch.testing.assert_close(_momentum({name: tensor[-2:] for name, tensor in whole.items()}), momentum, rtol=0, atol=step)
+    found = stored_numbers({name: tensor[-2:] for name, tensor in whole.items()}, "momentum")
+    torch.testing.assert_close(found, momentum, rtol=0, atol=step)
 
 
 @pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-4), RowSGD(0.9, 5e-4, True), RowAdamW(0.9, 0.999, 1e-8, 0.05)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rounding import rounding_bound
-from tiny_runs import final_weights, run_train, small_run, write_dataset
+from tiny_runs import final_weights, run_train, small_run
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from waiting import Syncs
@@ -240,13 +240,12 @@ def test_lists_are_searched_for_many_classes_or_where_they_are_asked_for():
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_run_with_lists_logs_their_recall_and_goes_on_after_a_stop_as_if_it_had_not_stopped(
-    tmp_path: Path, num_processes: int
+    dataset: Path, tmp_path: Path, num_processes: int
 ):
-    write_dataset(tmp_path)
     more = ["eval.targets=[]", "checkpoint.every=2", "train.max_steps=8", "head.sample_rate=0.7", "head.sampling=neighbours"]
     more += ["head.neighbours=3", "head.neighbours_every=3"]
     more += ["head.neighbours_search=inverted_lists", "head.neighbours_probes=2"]
-    whole = run_train(num_processes, small_run(tmp_path, tmp_path, "run.name=whole", "checkpoint.keep_last=9", *more))
+    whole = run_train(num_processes, small_run(dataset, tmp_path, "run.name=whole", "checkpoint.keep_last=9", *more))
     assert whole.returncode == 0, whole.stderr
     said = re.findall(r"neighbours of 12 classes in (.*)", (tmp_path / "whole" / "train.log").read_text())
     pattern = r"\d+\.\d s: 12 lists, 2 searched for each, \S+ % of all pairs; recall [01]\.\d+, by 12"
@@ -254,7 +253,7 @@ def test_a_run_with_lists_logs_their_recall_and_goes_on_after_a_stop_as_if_it_ha
     for step in (6, 8):  # the graph of step 3 is needed in step 4, from the checkpoint
         (tmp_path / "whole" / "checkpoints" / f"step_{step:08d}").rename(tmp_path / f"gone_{step}")
     expected = tmp_path / "gone_8"
-    again = run_train(num_processes, small_run(tmp_path, tmp_path, "run.name=whole", "checkpoint.keep_last=9", *more))
+    again = run_train(num_processes, small_run(dataset, tmp_path, "run.name=whole", "checkpoint.keep_last=9", *more))
     assert again.returncode == 0 and "after step 4" in again.stderr + again.stdout
     got = final_weights(tmp_path / "whole")
     expected.rename(tmp_path / "whole" / "checkpoints" / "step_00000099")

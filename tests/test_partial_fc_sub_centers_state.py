@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from dense_reference import all_centres
-from head_losses import SEED, C, D, train_steps
+from head_losses import SEED, C, D, load_saved, saved, train_steps
 from safetensors.torch import load_file
 from tiny_runs import NUM_CLASSES, equal_weights, tiny_run, write_dataset
-from torch import Tensor
 
 import train
 from configs import load_config
@@ -42,45 +40,32 @@ def _head(rank: int = 0, world_size: int = 1, sub_centers: int = K, optimizer: s
 _train = functools.partial(train_steps, centres=all_centres(C, D, SEED, K), lr=0.05)
 
 
-def _load(head: PartialFC, rows: dict[str, Tensor]) -> None:
-    head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("storage", FORMATS)
 def test_a_head_that_is_loaded_goes_on_to_the_same_bits(storage: str, optimizer: str):
     more = {"storage": storage, "optimizer": optimizer, "inactive_rows": "decay"}
     whole, again = _head(**more), _head(**more)  # type: ignore[arg-type]
     _train(whole, range(4))
-    saved = {name: tensor.clone() for name, tensor in whole.shard_state().items()}
-    assert all(tensor.shape[:2] == (C, K) for tensor in saved.values())
-    margin = {name: value.clone() for name, value in whole.margin.state_dict().items()}
+    middle = saved(whole)
+    assert all(tensor.shape[:2] == (C, K) for tensor in middle[0].values())
     expected = [*_train(whole, range(4, 8)), *whole.shard_state().values()]
-    _load(again, saved)
-    again.margin.load_state_dict(margin)
+    load_saved(again, middle)
     found = [*_train(again, range(4, 8)), *again.shard_state().values()]
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
-
-
-def _whole_state(head: PartialFC) -> dict[str, Tensor]:
-    parts: list[dict[str, Tensor]] = [{}] * head.world_size
-    dist.all_gather_object(parts, {name: tensor.clone() for name, tensor in head.shard_state().items()})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _reshard(rank: int, world_size: int) -> None:
     """One rank trains, all go on, then one reads what they left."""
     alone = _head()
     _train(alone, range(3))
-    first = {name: tensor.clone() for name, tensor in alone.shard_state().items()}
-    several = _head(rank, world_size)
-    _load(several, first)
-    assert all(torch.equal(tensor, first[name]) for name, tensor in _whole_state(several).items())
+    first = saved(alone)
+    several = load_saved(_head(rank, world_size), first)
+    assert all(torch.equal(tensor, first[0][name]) for name, tensor in saved(several)[0].items())
     _train(several, range(3, 5))
-    later, again = _whole_state(several), _head()
-    _load(again, later)
-    assert all(torch.equal(tensor, later[name]) for name, tensor in again.shard_state().items())
-    assert not torch.equal(later["centres"], first["centres"])
+    later = saved(several)
+    again = load_saved(_head(), later)
+    assert all(torch.equal(tensor, later[0][name]) for name, tensor in again.shard_state().items())
+    assert not torch.equal(later[0]["centres"], first[0]["centres"])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -90,10 +75,9 @@ def test_any_number_of_ranks_reads_them(run_ranks: Callable[..., None], world_si
 
 @pytest.mark.parametrize(("was", "now"), [(1, 3), (3, 1), (2, 3)])
 def test_a_checkpoint_of_another_number_is_refused(was: int, now: int):
-    saved = _head(sub_centers=was).shard_state()
     said = f"has {was} centres for each class, .* head.sub_centers={now}. Set head.sub_centers={was}"
     with pytest.raises(ValueError, match=said):
-        _load(_head(sub_centers=now), saved)
+        load_saved(_head(sub_centers=now), saved(_head(sub_centers=was)))
 
 
 @pytest.fixture(scope="module")

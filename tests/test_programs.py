@@ -17,14 +17,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tiny_runs import write_dataset
+from tiny_runs import ROOT, write_dataset
 
 from configs import load_config
 from configs.loader import SCHEMA, find_config
 from scripts import face
 from training.sections import NAMED
-
-ROOT = Path(__file__).parent.parent
 
 
 def _module(path: Path) -> str:

@@ -1,18 +1,17 @@
 """Checkpoints in the layouts of arcface_torch, made here of plain tensors, become checkpoints of this project and back."""
 
 import json
-import os
 import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_eval_networks import Marking
 from torch import Tensor
 
 import train
@@ -272,19 +271,11 @@ def test_files_named_with_a_colon_are_read(tmp_path: Path):
     assert torch.equal(_of_class(found, 9, "momentum"), _rows(1)[9])
 
 
-class _Malicious:
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.target),)
-
-
 def test_files_that_are_no_tensors_are_refused_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source, run, trap = _write(tmp_path / "theirs", "softmax_fc_gpu", 2), tmp_path / "run", tmp_path / "executed"
     path = source / "softmax_fc_gpu_1.pt"
     whole = path.read_bytes()
-    for value in (_Malicious(trap), {"weight": _rows(0, 5), "more": _Malicious(trap)}):
+    for value in (Marking(trap), {"weight": _rows(0, 5), "more": Marking(trap)}):
         torch.save(value, path)
         assert "could run code; refused" in _error(capsys, source, run)
         torch.save(value, path, _use_new_zipfile_serialization=False)

@@ -25,10 +25,8 @@ from eval.foreign_networks import InputContract
 from eval.verification import verify
 from scripts.deploy import card
 from utils.checkpoint.tensor_file import write_tensors
-from utils.distributed import World
 from utils.distributed.agreement import digest_tensors
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 MARKUP = "a|b <img src=x onerror=alert(1)> `c` [d](javascript:e) **f** \x1b[31m\u202e"
 CONFIG = {
     "run": {"name": "small", "seed": 3},
@@ -53,7 +51,7 @@ def _save(folder: Path, config: dict[str, Any] = CONFIG, step: int = LAST, **sig
     torch.manual_seed(signature.get("seed", 0))
     weights = build_backbone(config.get("backbone", CONFIG["backbone"])["name"], 16, 0.125).state_dict()
     known = {"config": config, "run_signature": {**SIGNATURE, **signature}, "score": 0.75}
-    save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known, ALONE)
+    save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known)
     return folder
 
 

@@ -12,14 +12,14 @@ import cv2
 import numpy as np
 import pytest
 from faulty_disk import Disk, faulty
-from test_deploy_faces_crops import _jpeg, _png
+from test_deploy_faces_crops import _jpeg
 from tiny_detectors import picture, write_detector
 from tiny_runs import one_line
 
 from deploy.faces.landmarks import read_landmarks
 from scripts.data.align import main as align_faces
 from scripts.deploy.detect import main
-from utils.image import decode_rgb
+from utils.image import decode_rgb, to_png
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def _photograph(path: Path, *places: tuple[float, float], orientation: int = 1) 
     pixels[(marked != 90).any(axis=2)] = (255, 0, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".png":
-        path.write_bytes(_png(pixels))
+        path.write_bytes(to_png(pixels))
         return
     # stored so that a viewer which turns it clockwise shows it upright
     path.write_bytes(_jpeg(np.ascontiguousarray(np.rot90(pixels)) if orientation == 6 else pixels, orientation))
@@ -191,9 +191,7 @@ def test_crops_of_other_settings_are_not_mixed(
     capsys.readouterr()
     arguments = (folder, out, "--detector", detector if words else other, *words)
     assert _run(*arguments) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1, said
-    assert f"were made with another {what}; go on with that one, choose another --out, or add --again" in said[0]
+    assert f"were made with another {what}; go on with that one, choose another --out, or add --again" in one_line(capsys)
     assert _run(*arguments, "--again") == 0
 
 

@@ -24,7 +24,6 @@ import torch.multiprocessing as mp
 import xxhash
 from faulty_disk import Disk, faulty
 from pictures import png_of
-from test_deploy_faces_crops import _png
 from tiny_detectors import picture, write_detector
 from tiny_networks import MEAN_COLOUR, write_onnx
 from tiny_runs import Started, one_line, wait_for
@@ -42,6 +41,7 @@ from scripts.deploy import embed
 from scripts.deploy.embed import main
 from utils.allocator import keep_freed_memory, out_of_memory
 from utils.checkpoint.tensor_file import write_tensors
+from utils.image import to_png
 
 SIZE, DIM, COUNT = 48, 16, 22
 FLAGS = ["--backbone=shallow", "--width=0.125", f"--embedding-size={DIM}", f"--image-size={SIZE}", "--device=cpu"]
@@ -75,9 +75,9 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(COUNT):
         person = root / f"person{number % 4}"
         person.mkdir(exist_ok=True)
-        (person / f"{number:02}.png").write_bytes(_png(_pixels(number)))
-    (root / "alone.png").write_bytes(_png(_pixels(99)))
-    (root / "person1" / "photograph.png").write_bytes(_png(_pixels(98, 64)))
+        (person / f"{number:02}.png").write_bytes(to_png(_pixels(number)))
+    (root / "alone.png").write_bytes(to_png(_pixels(99)))
+    (root / "person1" / "photograph.png").write_bytes(to_png(_pixels(98, 64)))
     (root / "person2" / "bomb.png").write_bytes(png_of(60_000, 60_000, zlib.compress(bytes(1000))))
     (root / "person2" / "text.jpg").write_text("no picture")
     return root
@@ -158,8 +158,7 @@ def test_ser_fiq_is_the_formula_of_its_paper(weights: Path, crops: Path, tmp_pat
             expected.append(2 / (1 + np.exp(2 / 100**2 * total)))
         assert found == pytest.approx(np.mean(expected), rel=1e-4)
     assert len(set(faces.qualities["ser_fiq"].tolist())) > 20
-    with open(tmp_path / "plain.csv", newline="") as file:
-        assert {row["ser_fiq"] for row in csv.DictReader(file)} == {""}
+    assert {row["ser_fiq"] for row in _rows(tmp_path / "plain.csv")} == {""}
     onnx = write_onnx(tmp_path / "n.onnx", MEAN_COLOUR, 3, SIZE)
     assert _run(Path(onnx), crops, tmp_path / "g.npy", "--ser-fiq", flags=["--device=cpu"]) == 1
     assert "--ser-fiq needs a network with a layer of dropout" in capsys.readouterr().err
@@ -218,7 +217,7 @@ def test_the_images_of_a_training_set_are_embedded_as_those_of_a_folder_and_a_ta
 ):
     with RecordSetWriter(tmp_path / "set") as writer:
         for number in sorted(range(COUNT), key=lambda number: number % 4):
-            writer.add(number % 4, _png(_pixels(number)))
+            writer.add(number % 4, to_png(_pixels(number)))
     for count, name in ((1, "one.npy"), (2, "two.npy"), (1, "one.parquet")):
         assert _run(weights, tmp_path / "set", tmp_path / name, "--processes", count) == 0
     assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
@@ -304,8 +303,8 @@ def test_photographs_are_detected_and_their_faces_numbered(weights: Path, tmp_pa
     detector = write_detector(tmp_path / "face.onnx", "retinaface")
     folder = tmp_path / "photographs"
     (folder / "anna").mkdir(parents=True)
-    (folder / "anna" / "two.png").write_bytes(_png(picture(112, 200, (48, 40), (136, 56))))
-    (folder / "none.png").write_bytes(_png(picture(112, 200)))
+    (folder / "anna" / "two.png").write_bytes(to_png(picture(112, 200, (48, 40), (136, 56))))
+    (folder / "none.png").write_bytes(to_png(picture(112, 200)))
     assert _run(weights, folder, tmp_path / "f.parquet", "--detector", detector, "--which", "all", "--processes", 1) == 0
     table = pyarrow.parquet.read_table(tmp_path / "f.parquet").to_pylist()
     assert [(row["name"], row["face"], row["person"]) for row in table] == [("anna/two.png", n, "anna") for n in (0, 1)]
@@ -385,12 +384,12 @@ def test_parts_of_another_run_are_not_mixed(
     folder, out = tmp_path / "crops", tmp_path / "f.npy"
     folder.mkdir()
     for number in range(2):
-        (folder / f"{number}.png").write_bytes(_png(_pixels(number)))
+        (folder / f"{number}.png").write_bytes(to_png(_pixels(number)))
     with faulty(Disk(12, errno.ENOSPC)):
         assert _run(weights, folder, out) == 1
     assert "No space left on device" in one_line(capsys, "embedding") and (tmp_path / "f.npy.unfinished").exists()
     if not words:
-        (folder / "2.png").write_bytes(_png(_pixels(2)))
+        (folder / "2.png").write_bytes(to_png(_pixels(2)))
     assert _run(weights, folder, out, *words, "--processes", 1) == 1
     assert (
         f"f.npy.unfinished: was begun with another {what}; go on with that one, choose another --out, or add --again"
@@ -441,7 +440,7 @@ def test_a_second_run_on_the_same_file_is_refused(
 def test_a_part_that_was_tampered_with_is_made_again(weights: Path, tmp_path: Path):
     folder, out = tmp_path / "crops", tmp_path / "f.npy"
     folder.mkdir()
-    (folder / "a.png").write_bytes(_png(_pixels(1)))
+    (folder / "a.png").write_bytes(to_png(_pixels(1)))
     assert _run(weights, folder, out) == 0
     expected = _files(out)
     rows = b'{"rows": [], "dim": -1}\n'
@@ -476,8 +475,8 @@ def test_names_that_attack_stay_names(weights: Path, tmp_path: Path, capsys: pyt
     folder.mkdir()
     names = ["a\nb.png", "\x1b[2J.png", "<img src=x>,|.png", '"quoted".png']
     for name in names:
-        (folder / name).write_bytes(_png(_pixels(len(name))))
-    (folder / os.fsdecode(b"\xff.png")).write_bytes(_png(_pixels(1)))
+        (folder / name).write_bytes(to_png(_pixels(len(name))))
+    (folder / os.fsdecode(b"\xff.png")).write_bytes(to_png(_pixels(1)))
     (folder / "pipe.png").symlink_to("/dev/zero")
     os.mkfifo(folder / "fifo.png")
     assert _run(weights, folder, tmp_path / "f.parquet") == 0

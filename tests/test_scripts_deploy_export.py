@@ -3,7 +3,6 @@
 The networks of CI have the layers of the named ones, but few of them; FACE_ALL_BACKBONES=1 exports every named one.
 """
 
-import csv
 import errno
 import json
 import os
@@ -25,6 +24,7 @@ from conftest import some
 from faulty_disk import Disk, faulty
 from pictures import jpeg, picture
 from safetensors.torch import load_file
+from test_scripts_deploy_embed import _rows
 from tiny_runs import ROOT, one_line, small_run, write_dataset
 from torch import Tensor, nn
 
@@ -281,7 +281,7 @@ def test_a_file_knows_its_colour_order_and_scale(toy: list[str], tmp_path: Path,
 
 
 def test_a_scale_is_read_back_as_it_was_written_or_no_file_appears(
-    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: list[str], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "checkpoints").mkdir()
     weights = Path(toy[0]).rename(tmp_path / "checkpoints" / "net.safetensors")
@@ -289,8 +289,7 @@ def test_a_scale_is_read_back_as_it_was_written_or_no_file_appears(
     assert export([*words, "--input-mean", "1e7"]) == 1
     assert "face.mean of its metadata must be a number, got '10000000.0'" in one_line(capsys, *PROGRESS)
     assert _left(tmp_path) == ["checkpoints"]
-    write_dataset(tmp_path)
-    sets, mean = ["--targets", str(tmp_path / "tiny.bin")], "0.00012345678901234567"
+    sets, mean = ["--targets", str(dataset / "tiny.bin")], "0.00012345678901234567"
     assert export([*words, "--input-mean", mean, "--input-std", "5e-05", "--json", str(facts)]) == 0
     expected = _scores(capsys, *words[:-4], *sets, "--input-mean", mean, "--input-std", "5e-05")
     assert _scores(capsys, str(tmp_path / "net.pt2"), "--trust-code", *sets)[:8] == expected[:8]
@@ -423,9 +422,8 @@ def test_a_smaller_file_that_loses_too_much_accuracy_does_not_appear(
 
 
 def test_weights_of_more_than_a_file_may_have_lie_beside_it(
-    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toy: list[str], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    write_dataset(tmp_path)
     monkeypatch.setattr(export_graph, "LARGEST_FILE", 10_000)
     words, data = [*toy, "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")], tmp_path / "out" / "net.onnx.data"
     data.parent.mkdir()
@@ -437,7 +435,7 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
     assert _left(tmp_path / "out") == ["net.onnx", "net.onnx.data"]
     assert (tmp_path / "out" / "net.onnx").stat().st_size < 8_000
     assert _distance(_by_onnx(tmp_path / "out" / "net.onnx", _pixels(3))[0], _by_torch(_model(toy), _pixels(3))) < 1e-4
-    assert _scores(capsys, str(tmp_path / "out" / "net.onnx"), "--targets", str(tmp_path / "tiny.bin"))
+    assert _scores(capsys, str(tmp_path / "out" / "net.onnx"), "--targets", str(dataset / "tiny.bin"))
     monkeypatch.undo()  # from here on the weights are in the file
     monkeypatch.setitem(backbones.BACKBONES, "r18", Toy)
     assert export([*words, "--overwrite"]) == 0
@@ -459,8 +457,7 @@ def test_the_programs_add_the_mirror_image_to_a_file_that_has_it_so_norms_double
         path = tmp_path / f"{name}.onnx"
         assert export([*toy, "--to", "onnx", "--out", str(path), *more]) == 0
         assert embed([str(path), str(tmp_path / "crops"), "--out", str(path.with_suffix(".npy")), "--processes", "1"]) == 0
-        with open(path.with_suffix(".csv"), newline="") as file:
-            norms.append([float(row["norm"]) for row in csv.DictReader(file)])
+        norms.append([float(row["norm"]) for row in _rows(path.with_suffix(".csv"))])
         vectors.append(np.load(path.with_suffix(".npy")))
     for number in (1, 2):
         np.testing.assert_allclose(norms[number], 2 * np.array(norms[0]), rtol=1e-4)

@@ -3,14 +3,12 @@
 import base64
 import contextlib
 import http.client
-import importlib
 import json
 import re
 import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -18,13 +16,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from pictures import jpeg, picture
+from pictures import jpeg, picture, png_of
+from test_deploy_serve_rest import _embeddings
 from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import wait_for
 
@@ -154,14 +154,9 @@ def page(answers: Answers) -> Iterator[Page]:
 
 
 def _reference(place: Path, *pictures: bytes) -> np.ndarray:
-    """Return the unit embeddings (n, D) float64 by onnxruntime alone: plain plus mirrored, divided by their length."""
-    session = importlib.import_module("onnxruntime").InferenceSession(str(place / "face.onnx"))
-    pixels = np.stack([cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1] for data in pictures])
-    images = ((pixels.astype(np.float32) - 127.5) / 127.5).transpose(0, 3, 1, 2)
-    both = sum(
-        session.run(None, {"images": np.ascontiguousarray(view)})[0].astype(np.float64) for view in (images, images[..., ::-1])
-    )
-    return both / np.linalg.norm(both, axis=1, keepdims=True)
+    """Return the unit embeddings (n, D) float64 by onnxruntime alone."""
+    rows = _embeddings(place, *pictures)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 # ---- answers
@@ -251,17 +246,12 @@ def test_with_a_detector_photographs_are_cropped(answers: Answers):
 # ---- pictures that are none
 
 
-def _png_of(width: int, height: int) -> bytes:
-    """Return the beginning of a PNG that declares this size."""
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", width, height, 8, 2, 0, 0, 0) + b"\0" * 40
-
-
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         (b"", "mpty image (0 bytes)"), (b"hello", "cannot be decoded"), (b"<html>", "cannot be decoded"),
         (_face(0)[:200], "cannot be decoded"), (jpeg(picture(0, SIZE))[:300], "cannot be decoded"),
-        (_png_of(60000, 60000), "declares 60,000 x 60,000 pixels"), (_png_of(30000, 10), "declares 30,000 x 10 pixels"),
+        (png_of(60000, 60000, b""), "declares 60,000 x 60,000 pixels"), (png_of(30000, 10, b""), "declares 30,000 x 10 pixels"),
         (b"\xff\xd8" + 10_001 * b"\xff\xfe\0\2", "cannot be decoded"),
         (b"\0\0\0\x20ftypheic" + b"\0" * 100, "cannot be decoded"), (jpeg(picture(0, 64)), "no aligned crop of 48 x 48"),
     ],
@@ -504,12 +494,8 @@ def test_the_program_says_its_address_writes_nothing_and_ends_with_ctrl_c(place:
     line = process.stdout.readline()
     port = int(re.fullmatch(r"the page is at http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)\n", line)[1])
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on it can write no byte to a file
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    data = _face(0)
-    headers = {"Content-Type": "application/octet-stream", "Picture-Sizes": f"{len(data)}, {len(data)}"}
-    connection.request("POST", "/api/verify", 2 * data, headers)
-    reply = connection.getresponse()
-    assert reply.status == 200 and json.loads(reply.read())["cosine"] == pytest.approx(1, abs=1e-6)
+    status, found = Page(SimpleNamespace(port=port)).send("/api/verify", _face(0), _face(0))
+    assert status == 200 and found["cosine"] == pytest.approx(1, abs=1e-6)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (0, "ended\n", "")

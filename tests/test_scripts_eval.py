@@ -10,6 +10,7 @@ import pytest
 import torch
 from pictures import jpeg, picture
 from rounding import FP32_UNIT, network_bound, rounding_bound
+from saving import ALONE
 from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
 from torch import nn
 
@@ -24,11 +25,8 @@ from eval.verification import fuse_views, verify
 from scripts.benchmark import eval as benchmark_eval
 from scripts.benchmark.plain_data import plain_embed, plain_numbers
 from utils.alignment import TEMPLATE
-from utils.distributed import World
 from utils.image import normalise
 
-ROOT = Path(__file__).parent.parent
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--device", "cpu"]
 
 

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import descendants
+from tiny_runs import ROOT, descendants
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
 from scripts.launch import torchrun, train
 from scripts.launch.torchrun import keep_until_exit
 from utils.checkpoint.format import list_checkpoints
 
-ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "scripts" / "launch" / "slurm.sbatch"
 TRAIN = [sys.executable, ROOT / "face_training.py", "train"]
 EVERY = 5  # optimizer steps between checkpoints

@@ -90,7 +90,7 @@ def _save_centres_of_rank_1(rank: int, world_size: int, folder: Path) -> None:
 )
 def test_moments_and_rates_that_are_not_finite_are_never_saved(tmp_path: Path, trainer: dict[str, Any]):
     with pytest.raises(SharedError, match=r"trainer\.pt: (state\.3\.exp_avg|groups\.0\.lr) holds numbers that are not finite"):
-        save_now(tmp_path, 1, {}, {"centres": torch.ones(2, 4)}, (0, 2), trainer, {}, World(0, 1, 0, 1, torch.device("cpu")))
+        save_now(tmp_path, 1, {}, {"centres": torch.ones(2, 4)}, (0, 2), trainer, {})
     assert list_checkpoints(tmp_path) == []
 
 

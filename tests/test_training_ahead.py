@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import FEW_IMAGES, read_metrics, small_run, write_dataset
+from tiny_runs import read_metrics, small_run
 from torch import Tensor
 
 import train
@@ -104,12 +104,11 @@ def test_a_consumer_that_stops_early_ends_the_thread():
 
 @pytest.mark.parametrize("sampling", ["uniform", "neighbours"])
 def test_training_draws_the_same_classes_ahead_as_in_the_main_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: str
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: str
 ):
     """The graph of neighbours changes within the run, so with it the draw must wait for its step."""
-    write_dataset(tmp_path, FEW_IMAGES)
     overrides = ["head.sample_rate=0.6", f"head.sampling={sampling}", "head.neighbours_every=2", "eval.targets=[]"]
-    arguments = small_run(tmp_path, tmp_path, *overrides, "train.max_steps=7")
+    arguments = small_run(dataset, tmp_path, *overrides, "train.max_steps=7")
     assert train.main([*arguments, "run.name=ahead"]) == 0
 
     def now(steps: StepsAhead) -> Iterator[SimpleNamespace]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import FEW_IMAGES, run_program, small_run, write_dataset
+from tiny_runs import run_program, small_run
 from waiting import Syncs
 
 import train
@@ -60,11 +60,10 @@ def _nan_in_one_step(arguments: list[str]) -> int:
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_weights_or_disk(
-    tmp_path: Path, num_processes: int, kernels: str
+    dataset: Path, tmp_path: Path, num_processes: int, kernels: str
 ):
-    write_dataset(tmp_path, FEW_IMAGES)
     overrides = ["eval.targets=[]", "log.every=50", "checkpoint.every=3", "train.max_steps=12", f"head.kernels={kernels}"]
-    ended = run_program(_nan_in_one_step, [small_run(tmp_path, tmp_path, *overrides)] * num_processes)
+    ended = run_program(_nan_in_one_step, [small_run(dataset, tmp_path, *overrides)] * num_processes)
     # step 5 is the last before a checkpoint, so its numbers are read at once; those of step 4 a step late
     assert ended.returncode == 1 and f"the loss is nan in step {NAN_IN}; stopped before it reached the weights" in ended.stderr
     assert f"bad_batch_step_{NAN_IN:08d}.json" in ended.stderr
@@ -72,16 +71,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_weights_or_di
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [3]
 
 
-def test_a_loss_between_two_checkpoints_is_seen_one_step_later(tmp_path: Path):
-    write_dataset(tmp_path, FEW_IMAGES)
+def test_a_loss_between_two_checkpoints_is_seen_one_step_later(dataset: Path, tmp_path: Path):
     overrides = ["eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=12"]
-    ended = run_program(_nan_in_one_step, [small_run(tmp_path, tmp_path, *overrides)])
+    ended = run_program(_nan_in_one_step, [small_run(dataset, tmp_path, *overrides)])
     assert ended.returncode == 1 and f"the loss is nan in step {NAN_IN};" in ended.stderr
     assert f"step {NAN_IN} changed nothing" in ended.stdout and f"step {NAN_IN + 1} changed" in ended.stdout
     assert f"step {NAN_IN + 2}" not in ended.stdout and list_checkpoints(tmp_path / "tiny") == []
 
 
-def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[int, list[str]]:
+def _count_syncs(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     whole: Callable[..., StepResult] = train.train_step
 
@@ -92,8 +90,7 @@ def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: st
         return result
 
     monkeypatch.setattr(train, "train_step", counted)
-    write_dataset(tmp_path, FEW_IMAGES)
-    arguments = small_run(tmp_path, tmp_path, "eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=3")
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=3")
     assert train.main([*arguments, *overrides]) == 0
     assert len(found) == 3
     return found
@@ -103,14 +100,14 @@ def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: st
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("more", [[], ["head.sample_rate=0.5"], ["head.sampling=neighbours", "head.sample_rate=0.5"]])
 def test_a_warm_step_never_waits_for_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, more: list[str]
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, more: list[str]
 ):
-    found = _count_syncs(tmp_path, monkeypatch, f"train.precision={precision}", "train.accumulation=2", *more)
+    found = _count_syncs(dataset, tmp_path, monkeypatch, f"train.precision={precision}", "train.accumulation=2", *more)
     assert {step: names for step, names in found.items() if names} == {}
 
 
-def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = _count_syncs(tmp_path, monkeypatch, "head.kernels=plain")
+def test_the_counter_counts(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = _count_syncs(dataset, tmp_path, monkeypatch, "head.kernels=plain")
     assert all(names == ["_local_scalar_dense"] for names in found.values()), found
     with Syncs() as syncs:
         numbers = torch.arange(4.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import run_program, small_run, write_dataset
+from tiny_runs import run_program, small_run
 from torch import nn
 
 import train
@@ -45,9 +45,8 @@ def train_with_an_average(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_further_file_of_a_checkpoint_is_saved_and_loaded(tmp_path: Path, num_processes: int):
-    write_dataset(tmp_path)
-    arguments = small_run(tmp_path, tmp_path, "eval.targets=[]", "checkpoint.every=2", "train.max_steps=4")
+def test_a_further_file_of_a_checkpoint_is_saved_and_loaded(dataset: Path, tmp_path: Path, num_processes: int):
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "checkpoint.every=2", "train.max_steps=4")
     ended = run_program(train_with_an_average, [arguments] * num_processes)
     assert ended.returncode == 0, ended.stderr
     first, newest = list_checkpoints(tmp_path / "tiny")
@@ -59,9 +58,8 @@ def test_a_further_file_of_a_checkpoint_is_saved_and_loaded(tmp_path: Path, num_
     assert int(read_file(list_checkpoints(tmp_path / "tiny")[-1], NAME)["saves"]) == 2  # it went on from 1
 
 
-def test_a_file_that_a_checkpoint_does_not_have_is_named(tmp_path: Path):
-    write_dataset(tmp_path)
-    arguments = small_run(tmp_path, tmp_path, "eval.targets=[]", "train.max_steps=1")
+def test_a_file_that_a_checkpoint_does_not_have_is_named(dataset: Path, tmp_path: Path):
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "train.max_steps=1")
     assert run_program(train.main, [arguments]).returncode == 0
     ended = run_program(train_with_an_average, [[*arguments, "train.max_steps=2"]])
     assert ended.returncode == 1 and f"its manifest does not list {NAME}" in ended.stderr

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from dense_reference import DenseHead, active_classes, all_centres, bytes_of_workspace, near_their_centres, relative
+from dense_reference import DenseHead, all_centres, bytes_of_workspace, near_their_centres, relative, whole_active
 from loss_cases import CASES
 from rounding import head_bounds, network_bound
 from tiny_runs import final_weights, read_metrics, run_train, small_run
@@ -110,11 +109,7 @@ def _beside_dense(rank: int, world_size: int) -> None:
         head.begin_step(prepared, step)
         if step + 1 < len(batches):
             prepared = head.prepare(batches[step + 1][1][share][None], step + 1)
-        active = active_classes(head)
-        if world_size > 1:
-            shared = active.to(torch.int32)
-            dist.all_reduce(shared)
-            active = shared > 0
+        active = whole_active(head)
         if rank == 0:
             here = sum(int((head.shard_classes() == label).sum()) for label in labels.unique())
             assert world_size > 1 or int(active.sum()) == num_active(head.num_slots, here, stage.sample_rate)

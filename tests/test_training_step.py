@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import REAL, small_run, tiny_run, write_dataset
+from tiny_runs import REAL, small_run, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_weighted_sum_and_an_empty_loss_is_refused()
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_images_and_weights_are_channels_last_from_the_first_convolution_to_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ):
     build, seen = training_model.build_backbone, []
 
@@ -87,9 +87,8 @@ def test_images_and_weights_are_channels_last_from_the_first_convolution_to_the_
         return network
 
     monkeypatch.setattr(training_model, "build_backbone", watched)
-    write_dataset(tmp_path)
     settings = ("train.max_steps=1", "eval.targets=[]", "train.batch_size=4", f"train.accumulation={accumulation}", REAL)
-    assert train.main(tiny_run(tmp_path, tmp_path, *settings)) == 0
+    assert train.main(tiny_run(dataset, tmp_path, *settings)) == 0
     images, _, _ = seen[0]
     b = 4 // accumulation
     assert images.shape == (b, 3, 112, 112) and images.stride() == (3 * 112 * 112, 1, 3 * 112, 3)

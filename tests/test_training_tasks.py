@@ -225,14 +225,13 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert checkpoint_program.main([*merge[:1], str(newest), str(tmp_path / "none.pt"), "--head", "second"]) == 1
 
 
-def test_one_task_is_a_run_without_tasks_to_the_bit(tmp_path: Path):
-    write_dataset(tmp_path)
+def test_one_task_is_a_run_without_tasks_to_the_bit(dataset: Path, tmp_path: Path):
     shared = ["eval.targets=[]", "train.max_steps=3", "head.sample_rate=0.5"]
-    alone = tiny_run(tmp_path, tmp_path, *shared, "run.name=alone", image_size=48)
+    alone = tiny_run(dataset, tmp_path, *shared, "run.name=alone", image_size=48)
     assert (ended := run_program(train.main, [alone])).returncode == 0, ended.stderr
     given = ["data.path=''", "head.sample_rate=1", "loss.margin=0.4"]  # which the task says itself
-    task = f"tasks=[{{name: softmax, data: {{path: {tmp_path}}}, head: {{sample_rate: 0.5}}, loss: {{margin: 0.2}}}}]"
-    as_task = tiny_run(tmp_path, tmp_path, *shared, *given, task, "run.name=task", image_size=48)
+    task = f"tasks=[{{name: softmax, data: {{path: {dataset}}}, head: {{sample_rate: 0.5}}, loss: {{margin: 0.2}}}}]"
+    as_task = tiny_run(dataset, tmp_path, *shared, *given, task, "run.name=task", image_size=48)
     assert (ended := run_program(train.main, [as_task])).returncode == 0, ended.stderr
     one, other = (_ends(tmp_path / name, {"softmax": 12}) for name in ("alone", "task"))
     assert all(torch.equal(other[name], value) for name, value in one.items())
@@ -243,10 +242,9 @@ def test_one_task_is_a_run_without_tasks_to_the_bit(tmp_path: Path):
     assert known["kind"] == "recordio" and "mirrored" in known["augmentation"]
 
 
-def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(tmp_path: Path):
-    write_dataset(tmp_path)
+def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(dataset: Path, tmp_path: Path):
     shared = ["eval.targets=[]", "train.max_steps=1", "init.new_classes=random"]
-    run = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48)
+    run = functools.partial(tiny_run, dataset, tmp_path, *shared, image_size=48)
     assert run_program(train.main, [run(TWO, "run.name=old")]).returncode == 0
     old = f"init.backbone={tmp_path / 'old'}", f"init.head={tmp_path / 'old'}"
     ended = run_program(train.main, [run(TWO, "run.name=both", *old)])
@@ -263,10 +261,9 @@ def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(tmp_path: 
     assert ended.returncode == 1 and "init.head: " in ended.stderr and "it has the heads first, second" in ended.stderr
 
 
-def test_a_run_on_two_sets_does_not_begin_with_a_checkpoint_of_one(tmp_path: Path):
-    write_dataset(tmp_path)
-    assert run_program(train.main, [tiny_run(tmp_path, tmp_path, "eval.targets=[]", "train.max_steps=1")]).returncode == 0
-    ended = run_program(train.main, [tiny_run(tmp_path, tmp_path, TWO, "eval.targets=[]", "train.max_steps=2")])
+def test_a_run_on_two_sets_does_not_begin_with_a_checkpoint_of_one(dataset: Path, tmp_path: Path):
+    assert run_program(train.main, [tiny_run(dataset, tmp_path, "eval.targets=[]", "train.max_steps=1")]).returncode == 0
+    ended = run_program(train.main, [tiny_run(dataset, tmp_path, TWO, "eval.targets=[]", "train.max_steps=2")])
     assert ended.returncode == 1 and "num_classes was 12, this run has 21" in ended.stderr
 
 
@@ -298,9 +295,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("tasks", WRONG)
-def test_wrong_tasks_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], tasks: str):
-    write_dataset(tmp_path, 4)
-    assert train.main([*tiny_run(tmp_path, tmp_path, f"tasks={tasks}", "eval.targets=[]", image_size=48), "--check"]) == 1
+def test_wrong_tasks_are_one_line(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tasks: str):
+    assert train.main([*tiny_run(dataset, tmp_path, f"tasks={tasks}", "eval.targets=[]", image_size=48), "--check"]) == 1
     assert WRONG[tasks] in capsys.readouterr().err
 
 

@@ -183,10 +183,9 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teache
     shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
     assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
     equal_weights(tmp_path / "whole", tmp_path / "broken")
-    assert {path.name for path in (tmp_path / "whole" / "checkpoints" / "step_00000004").iterdir()} == {
-        path.name for path in (tmp_path / "broken" / "checkpoints" / "step_00000004").iterdir()
-    }
-    assert "teacher" not in " ".join(path.name for path in (tmp_path / "whole" / "checkpoints" / "step_00000004").iterdir())
+    ends = [tmp_path / name / "checkpoints" / "step_00000004" for name in ("whole", "broken")]
+    whole, broken = ({path.name for path in end.iterdir()} for end in ends)
+    assert whole == broken and "teacher" not in " ".join(whole)
     last = read_metrics(tmp_path / "whole")[1]
     assert read_metrics(tmp_path / "broken")[4]["loss"] == read_metrics(tmp_path / "whole")[4]["loss"]
     plain = tiny_run(place, tmp_path, "eval.targets=[]", "train.max_steps=1", "run.name=plain", image_size=48)

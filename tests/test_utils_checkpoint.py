@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving import no_space, save_now
+from saving import ALONE, no_space, save_now
 
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import reading
@@ -15,7 +15,6 @@ from utils.checkpoint.tensor_file import read_tensors
 from utils.distributed import World, raise_on_all_ranks
 
 NUM_SLOTS, D = 11, 3
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 CENTRES = torch.arange(NUM_SLOTS * D, dtype=torch.float32).view(NUM_SLOTS, D)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import some
 from faulty_disk import Disk, faulty
-from saving import as_files, no_space, save_now
+from saving import ALONE, as_files, no_space, save_now
 
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import reading
@@ -24,8 +24,6 @@ from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.resume import prepare_run_folder, write_config
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.distributed import SharedError, World, any_ranks
-
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def _state(value: float, world: World = ALONE) -> dict[str, Any]:
@@ -59,8 +57,8 @@ def _writer(run: Path, world: World = ALONE, **more: Any) -> CheckpointWriter:
 
 def _operations_of_a_save(run: Path) -> int:
     """Return how many file operations the third save of a run has; leave the run before it as `before` beside."""
-    save_now(run, step=1, **_state(1), world=ALONE)
-    save_now(run, step=2, **_state(2), world=ALONE)
+    save_now(run, step=1, **_state(1))
+    save_now(run, step=2, **_state(2))
     shutil.copytree(run, run.parent / "before")
     with faulty(Disk()) as disk:  # the third save also prunes the first
         _writer(run, background=False).save(3, **as_files(**_state(3)), last=True)
@@ -110,14 +108,14 @@ def test_the_writer_may_be_killed_at_every_file_operation(tmp_path: Path):
         news = ckpt.remove_unfinished(run)
         said += any("step_00000003 was not finished" in line for line in news)
         assert not list((run / "checkpoints").glob(".*"))
-        save_now(run, step=4, **_state(4), world=ALONE)
+        save_now(run, step=4, **_state(4))
         assert _check_whole(run)[-1] == 4
     assert said > len(numbers) // 2
 
 
 def test_a_disk_that_takes_a_part_of_each_write_gets_all(tmp_path: Path):
     with faulty(Disk(short=True)) as disk:
-        save_now(tmp_path, step=5, **_state(5), world=ALONE)
+        save_now(tmp_path, step=5, **_state(5))
     assert disk.done.count("write") > 20 and _check_whole(tmp_path) == [5]
 
 
@@ -250,7 +248,7 @@ def test_every_file_operation_of_a_start_may_fail_and_loses_nothing(tmp_path: Pa
 
     def make(run: Path) -> None:
         for step in (1, 2, 3):
-            save_now(run, step=step, **{**_state(step), "facts": {"run_signature": {"seed": 1}}}, world=ALONE)
+            save_now(run, step=step, **{**_state(step), "facts": {"run_signature": {"seed": 1}}})
         (ckpt.checkpoint_path(run, 3) / "trainer.pt").unlink()
         (run / "checkpoints" / ".step_00000004.partial").mkdir()
         (run / "checkpoints" / ".step_00000004.partial" / "backbone.safetensors").write_text("half")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rounding import network_bound
-from tiny_runs import IRESNET, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import IRESNET, read_metrics, run_train, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -81,13 +81,12 @@ def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch_on_one_ra
     run_ranks(_compare, world_size)
 
 
-def test_a_run_with_synchronised_statistics_is_the_same_on_any_number_of_processes(tmp_path: Path):
+def test_a_run_with_synchronised_statistics_is_the_same_on_any_number_of_processes(dataset: Path, tmp_path: Path):
     """Without them the loss of three processes differs by more than rounding explains."""
-    write_dataset(tmp_path)
     losses, weights = {}, {}
     for count in (1, 3):
         overrides = ["train.batch_size=12", "train.max_steps=1", "eval.targets=[]", IRESNET, f"run.name=n{count}"]
-        arguments = tiny_run(tmp_path, tmp_path, *overrides, "backbone.sync_norm=true")
+        arguments = tiny_run(dataset, tmp_path, *overrides, "backbone.sync_norm=true")
         if count == 1:
             assert train.main(arguments) == 0
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import FEW_IMAGES, ROOT, small_run, write_dataset
+from tiny_runs import ROOT, small_run
 
 import train
 from utils import machine
@@ -100,12 +100,11 @@ def test_training_computes_with_the_cores_that_a_container_allows(kernel: Path, 
 
 
 def test_a_run_that_waits_for_cores_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    write_dataset(tmp_path, FEW_IMAGES)
     ticks = itertools.count()
     monkeypatch.setattr(train, "waited_for_core", lambda: ((now := next(ticks)) * 5.0, now * 4.0))
-    assert train.main(small_run(tmp_path, tmp_path, "train.max_steps=3", "eval.targets=[]")) == 0
+    assert train.main(small_run(dataset, tmp_path, "train.max_steps=3", "eval.targets=[]")) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "cores are free" in line]
     assert len(said) == 1 and "44 % of the time" in said[0]
 

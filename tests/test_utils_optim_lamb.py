@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import equal_weights, one_line, small_run, write_dataset
+from tiny_runs import equal_weights, one_line, small_run
 from torch import Tensor, nn
 
 import train
@@ -87,17 +87,16 @@ def test_a_layer_moves_by_the_rate_times_its_length_whatever_its_gradient():
 
 
 def test_a_run_with_lamb_resumes_to_the_same_bits_and_needs_another_optimizer_for_the_centres(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    write_dataset(tmp_path)
     common = ["eval.targets=[]", "optimizer.name=lamb", "schedule.kind=constant", "optimizer.lr=0.02"]
-    assert train.main(small_run(tmp_path, tmp_path, *common)) == 1
+    assert train.main(small_run(dataset, tmp_path, *common)) == 1
     assert one_line(capsys).startswith("error: head.optimizer must be sgd or adamw with optimizer.name=lamb")
     common += ["head.optimizer=sgd", "optimizer.rules=[{match: no_decay_norm_bias}]"]
-    assert train.main(small_run(tmp_path, tmp_path, *common, "train.max_steps=6", "run.name=whole")) == 0
+    assert train.main(small_run(dataset, tmp_path, *common, "train.max_steps=6", "run.name=whole")) == 0
     for steps in (3, 6):
-        assert train.main(small_run(tmp_path, tmp_path, *common, f"train.max_steps={steps}", "run.name=broken")) == 0
+        assert train.main(small_run(dataset, tmp_path, *common, f"train.max_steps={steps}", "run.name=broken")) == 0
     equal_weights(tmp_path / "whole", tmp_path / "broken")
     capsys.readouterr()
-    assert train.main(small_run(tmp_path, tmp_path, "eval.targets=[]", "optimizer.name=adamw", "run.name=broken")) == 1
+    assert train.main(small_run(dataset, tmp_path, "eval.targets=[]", "optimizer.name=adamw", "run.name=broken")) == 1
     assert "it is of another optimizer; set optimizer.name to what it was" in capsys.readouterr().err

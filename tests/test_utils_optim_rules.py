@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import IRESNET, small_run, write_dataset
+from tiny_runs import IRESNET, small_run
 from torch import nn
 
 import train
@@ -108,14 +108,13 @@ def test_without_layer_decay_no_network_is_asked_for_its_layers_and_groups_are_a
     assert describe_groups(optimizer)[0].startswith("optimizer, all: ")
 
 
-def test_a_run_logs_the_table_of_presets_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_dataset(tmp_path)
+def test_a_run_logs_the_table_of_presets_and_layers(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rules = "optimizer.rules=[{match: detectron}]"
     few = ["train.max_steps=1", "eval.targets=[]", "checkpoint.every=0", IRESNET, rules]
-    assert train.main(small_run(tmp_path, tmp_path, *few, "optimizer.layer_decay=0.5", "optimizer.nesterov=true")) == 0
+    assert train.main(small_run(dataset, tmp_path, *few, "optimizer.layer_decay=0.5", "optimizer.nesterov=true")) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.startswith("optimizer, ")]
     assert lines[0].startswith("optimizer, norms, layer 0 of 5: 2 parameters, 32 numbers, lr x 0.03125, weight decay 0")
     assert any(line.startswith("optimizer, biases, layer 5 of 5: 1 parameters, 16 numbers, lr x 2,") for line in lines)
     assert any(line.startswith("optimizer, layer 4 of 5: ") and "lr x 0.5, weight decay 0.0005" in line for line in lines)
-    assert train.main(small_run(tmp_path, tmp_path, *few[:3], "optimizer.layer_decay=0.5", "run.name=other")) == 1
+    assert train.main(small_run(dataset, tmp_path, *few[:3], "optimizer.layer_decay=0.5", "run.name=other")) == 1
     assert "error: optimizer.layer_decay: this backbone has no layers called blocks.N" in capsys.readouterr().err

@@ -63,10 +63,9 @@ def test_a_state_out_of_range_is_refused_and_changes_nothing(state: Any, said: s
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_train_tf32_is_the_one_key_for_convolutions_and_products(tmp_path: Path, allowed: bool):
+def test_train_tf32_is_the_one_key_for_convolutions_and_products(dataset: Path, tmp_path: Path, allowed: bool):
     set_tf32(not allowed)
-    write_dataset(tmp_path)
-    arguments = small_run(tmp_path, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
+    arguments = small_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
     assert train.main(arguments) == 0
     products = torch.backends.cuda.matmul
     assert torch.backends.cudnn.allow_tf32 == products.allow_tf32 == allowed
@@ -75,20 +74,19 @@ def test_train_tf32_is_the_one_key_for_convolutions_and_products(tmp_path: Path,
 
 @pytest.mark.parametrize(("fast", "chosen"), [(True, "bf16"), (False, "fp32")])
 def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fast: bool, chosen: str
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fast: bool, chosen: str
 ):
     monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: fast)
-    write_dataset(tmp_path)
     scores = []
     for name in ("auto", chosen):
         more = [f"train.precision={name}", f"run.name={name}", "train.max_steps=2", "eval.targets=[]"]
-        assert train.main(small_run(tmp_path, tmp_path, *more)) == 0
+        assert train.main(small_run(dataset, tmp_path, *more)) == 0
         log = (tmp_path / name / "train.log").read_text()
         assert f"1 x cpu, {chosen}, " in log and "emulates" not in log
         assert f"precision: {chosen}" in (tmp_path / name / "config.yaml").read_text()
         capsys.readouterr()
         report = tmp_path / f"report_{name}"
-        words = [str(tmp_path / "auto"), "--targets", str(tmp_path / "tiny.bin"), "--precision", name, "--report", str(report)]
+        words = [str(tmp_path / "auto"), "--targets", str(dataset / "tiny.bin"), "--precision", name, "--report", str(report)]
         assert evaluation.main(words) == 0
         assert f"{chosen} on cpu" in (report / "report.html").read_text()
         scores.append(capsys.readouterr().out.splitlines()[:4])
@@ -97,7 +95,7 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
     monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: not fast)
     capsys.readouterr()
     more = ["train.precision=auto", "run.name=auto", "train.max_steps=3", "eval.targets=[]"]
-    assert train.main(small_run(tmp_path, tmp_path, *more)) == 0  # on another processor
+    assert train.main(small_run(dataset, tmp_path, *more)) == 0  # on another processor
     assert f"changed since that checkpoint: train.precision was '{chosen}', is " in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import read_metrics, small_run, write_dataset
+from tiny_runs import read_metrics, small_run
 from torch.optim import lr_scheduler
 
 import train
@@ -125,11 +125,10 @@ def test_a_warm_up_as_long_as_the_run_and_a_milestone_in_it_are_refused(tmp_path
 
 
 def test_a_run_follows_its_schedules_and_its_log_and_picture_say_which(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    write_dataset(tmp_path)
     overrides = ["train.max_steps=4", "eval.targets=[]", "schedule.kind=cosine", "schedule.min_lr=0.01", "head.schedule=step"]
-    assert train.main(small_run(tmp_path, tmp_path, *overrides, "schedule.milestone_steps=[2, 9]", "head.lr_factor=0.5")) == 0
+    assert train.main(small_run(dataset, tmp_path, *overrides, "schedule.milestone_steps=[2, 9]", "head.lr_factor=0.5")) == 0
     said = capsys.readouterr().out
     assert "learning rate: cosine, from 0.05 to 0.01" in said
     centres = "step, 0.05, x 0.1 after the steps 2; 1 milestone(s) are beyond the last step, 4"
@@ -148,8 +147,7 @@ def test_a_run_follows_its_schedules_and_its_log_and_picture_say_which(
     ]
 
 
-def test_the_rate_of_the_class_centres_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_dataset(tmp_path)
+def test_the_rate_of_the_class_centres_reaches_them(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[float] = []
     inner = train.train_step
 
@@ -163,13 +161,12 @@ def test_the_rate_of_the_class_centres_reaches_them(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(train, "train_step", watched)
     overrides = ["train.max_steps=3", "eval.targets=[]", "head.schedule=constant", "head.lr_factor=0.5", "checkpoint.every=0"]
-    assert train.main(small_run(tmp_path, tmp_path, *overrides)) == 0
+    assert train.main(small_run(dataset, tmp_path, *overrides)) == 0
     assert seen == [0.025] * 3
     assert read_metrics(tmp_path / "tiny")[3]["lr"] < 0.01  # that of the backbone falls
 
 
-def test_a_warm_up_beyond_the_last_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_dataset(tmp_path)
-    assert train.main(small_run(tmp_path, tmp_path, "train.max_steps=2", "eval.targets=[]", "schedule.warmup_steps=8")) == 0
+def test_a_warm_up_beyond_the_last_step_is_said(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main(small_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]", "schedule.warmup_steps=8")) == 0
     words = "learning rate: poly with power 2, rises to 0.0125 of 0.05: the warm-up has 8 steps, the run 2\n"
     assert words in capsys.readouterr().out and read_metrics(tmp_path / "tiny")[2]["lr"] == 0.0125
