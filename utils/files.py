@@ -316,7 +316,7 @@ def is_still(path: Path, handle: int) -> bool:
         return False
 
 
-class NewFile:
+class NewFile(contextlib.AbstractContextManager["NewFile"]):
     """A new file: write to it, then `close`, which returns when the data is on the disk.
 
     Raises:
@@ -328,9 +328,6 @@ class NewFile:
         self.failure: OSError | None = None
         self._digest = xxhash.xxh3_128()
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, as usual
-
-    def __enter__(self) -> "NewFile":
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._handle >= 0:

@@ -52,7 +52,7 @@ _KEPT = "\n\t"  # control characters that are not escaped, because tables have s
 _BAR = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt}{postfix}"
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """One run's log; on every rank but 0 all methods do nothing.
 
     On a terminal the progress bar shows the current metrics and events appear above it; otherwise each line is printed. The
@@ -89,9 +89,6 @@ class RunLog:
         threading.excepthook = self._on_thread_error
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=start_step, dynamic_ncols=True, bar_format=_BAR)
-
-    def __enter__(self) -> "RunLog":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self.active:

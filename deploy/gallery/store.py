@@ -88,7 +88,7 @@ class Image(NamedTuple):
     face_sum: bytes  # b"" without a picture
 
 
-class Gallery:
+class Gallery(contextlib.AbstractContextManager["Gallery"]):
     """A gallery on disk. Several threads may use one object, several processes one file.
 
     Attributes:
@@ -116,9 +116,6 @@ class Gallery:
     def close(self) -> None:
         """Close the database."""
         self._database.close()
-
-    def __enter__(self) -> "Gallery":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
