@@ -271,9 +271,9 @@ def test_merged_sets_number_their_people_one_after_another_or_share_them(tmp_pat
 def test_the_sheet_of_augmentations_has_a_row_for_each(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "sheet.png"
     assert show_augmentation.main([str(people), str(out), "--columns", "5", "augment.blur=0.5", "augment.blur_sigma=4"]) == 0
-    assert "5 pictures, 10 rows" in capsys.readouterr().out
+    assert "5 pictures, 11 rows" in capsys.readouterr().out
     sheet = cv2.imread(str(out))
-    assert sheet.shape == (10 * 134 + 4, 5 * 116 + 4, 3)
+    assert sheet.shape == (11 * 134 + 4, 5 * 116 + 4, 3)
     shown = sheet[18:130, 4:116, ::-1]
     assert any(np.array_equal(shown, cv2.imread(str(path))[:, :, ::-1]) for path in people.rglob("*.jpg"))
     assert show_augmentation.main([str(people), str(out), "augment.blurr=0.5"]) == 1
