@@ -46,7 +46,7 @@ def find_border(observed: np.ndarray, impostors: np.ndarray, far: float | None =
         observed, impostors: histograms.
         far: share of the impostors above the border; None = where the errors are fewest.
     """
-    from sklearn.isotonic import isotonic_regression  # which takes a second, here alone
+    from sklearn.isotonic import isotonic_regression  # here alone: it takes a second
 
     f, h = (np.cumsum(counts) / max(1, counts.sum()) for counts in (observed, impostors))
     bulk = (h >= _BULK[0]) & (h <= _BULK[1])

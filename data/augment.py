@@ -48,10 +48,11 @@ class Augment:
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def draw(self, positions: np.ndarray) -> np.ndarray:
+    def draw(self, positions: np.ndarray, *only: str) -> np.ndarray:
         """Return the random numbers (n, operations, 6) float64 in [0, 1) for samples at `positions` (n,) of the stream."""
-        numbers = np.empty((len(positions), len(self.names), _NUMBERS))
-        for column, name in enumerate(self.names):
+        names = only or self.names
+        numbers = np.empty((len(positions), len(names), _NUMBERS))
+        for column, name in enumerate(names):
             for k in range(_NUMBERS):
                 numbers[:, column, k] = uniform(derive(self.seed, "augment", name, k), positions)
         return numbers
@@ -66,7 +67,7 @@ class Augment:
         """Return landmarks (n, 5, 2), as shares of the side, where `affine` moves those of the samples at `positions` (n,)."""
         moved = points.astype(np.float32)
         if "affine" in self.names:
-            for place, row in enumerate(self.draw(positions)[:, self.names.index("affine")]):
+            for place, row in enumerate(self.draw(positions, "affine")[:, 0]):
                 if row[0] < self.section["affine"]:
                     matrix = _matrix(row[1:], self.section, 1.0, 0.5)
                     moved[place] = moved[place] @ matrix[:, :2].T + matrix[:, 2]
