@@ -1,4 +1,4 @@
-"""A lock that only one run holds, and the journal of a long job.
+"""The journal of a long job, which one run holds at a time.
 
 A journal is one file, to which an entry is appended when a piece of the work is done. An entry is a line of JSON, and as many
 bytes as it says. The first line has the facts on which all pieces depend. An entry that a kill left incomplete is cut off, and
@@ -15,34 +15,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from utils.files import check_file, open_own, shown
-
-
-@contextlib.contextmanager
-def locked(path: Path, meaning: str) -> Iterator[int]:
-    """Hold the lock of a file, which is created; give its handle, open for reading and appending.
-
-    Args:
-        meaning: what is locked, for the error.
-
-    Raises:
-        ValueError: another run holds it.
-        OSError: the file cannot be opened.
-    """
-    handle = open_own(path, os.O_RDWR | os.O_APPEND)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.path.samestat(os.fstat(handle), os.stat(path))  # the other run may have ended and removed it
-        except (BlockingIOError, FileNotFoundError):
-            same = False
-        except OSError:
-            same = True  # a file system without locks
-        if not same:
-            raise ValueError(f"{meaning} is in use by another run; wait for its end, or choose another name")
-        yield handle
-    finally:
-        os.close(handle)
-
 
 _LARGEST = 1 << 42  # bytes of a journal
 _LONGEST = 1 << 26  # bytes of a line
@@ -141,12 +113,27 @@ class Journal:
 def open_journal(path: Path, meaning: str) -> Iterator[Journal]:
     """Hold the lock of a journal, which is created, and give it.
 
+    Args:
+        meaning: what is locked, for the error.
+
     Raises:
-        ValueError: another run holds it; `meaning` says what is in use.
+        ValueError: another run holds it.
         OSError: it cannot be opened or read.
     """
-    with locked(path, meaning) as handle:
+    handle = open_own(path, os.O_RDWR | os.O_APPEND)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = os.path.samestat(os.fstat(handle), os.stat(path))  # the other run may have ended and removed it
+        except (BlockingIOError, FileNotFoundError):
+            same = False
+        except OSError:
+            same = True  # a file system without locks
+        if not same:
+            raise ValueError(f"{meaning} is in use by another run; wait for its end, or choose another name")
         yield Journal(path, handle)
+    finally:
+        os.close(handle)
 
 
 def check_new(results: Path, unfinished: Path | None, again: bool) -> None:
