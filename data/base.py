@@ -18,6 +18,7 @@ class FaceDataset(ABC):
     num_images: int  # per epoch
     num_classes: int
     warnings: tuple[str, ...] = ()  # for the user, from opening the set
+    _labels: np.ndarray  # of a set that has them in memory
     landmarks: np.ndarray | None = None  # of the stored images, if they were asked for: see data/landmarks.py
 
     @property
@@ -37,9 +38,9 @@ class FaceDataset(ABC):
         """Return the class of a sample."""
         return int(self.labels()[index])
 
-    @abstractmethod
     def labels(self) -> np.ndarray:
         """Return the classes of all samples, (num_stored,) of an integer type."""
+        return self._labels
 
     @abstractmethod
     def layout(self) -> Iterable[np.ndarray | bytes]:

@@ -73,9 +73,6 @@ class ListDataset(FaceDataset):
     def key(self, index: int) -> str:
         return shown(self._file(index))
 
-    def labels(self) -> np.ndarray:
-        return self._labels
-
     def layout(self) -> Iterable[bytes]:
         """Yield the paths below the common folder of all images, which may differ between machines."""
         first, last = (os.fsdecode(path) for path in (min(self._paths(0)), max(self._paths(0))))
@@ -139,9 +136,6 @@ class FolderDataset(FaceDataset):
 
     def key(self, index: int) -> str:
         return shown(self.root / self._files[index])
-
-    def labels(self) -> np.ndarray:
-        return self._labels
 
     def people(self) -> np.ndarray:
         return np.array(self.classes)[self._labels]

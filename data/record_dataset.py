@@ -66,9 +66,6 @@ class RecordDataset(FaceDataset):
         """Return the key of a sample's record in train.idx."""
         return int(self._keys[index])
 
-    def labels(self) -> np.ndarray:
-        return self._labels
-
     def layout(self) -> Iterable[np.ndarray]:
         return [self._offsets, np.array([self._file.size])]
 

@@ -68,9 +68,6 @@ class TarDataset(FaceDataset):
         name = os.fsdecode(self._names[begin : int(self._name_ends[index])].tobytes())
         return f"{shown(name)} in {self.files[int(self._shards[index])]}"
 
-    def labels(self) -> np.ndarray:
-        return self._labels
-
     def layout(self) -> Iterable[np.ndarray | bytes]:
         return [*(os.fsencode(file.name) for file in self.files), self._shards, self._offsets, self._sizes]
 
