@@ -17,6 +17,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
@@ -76,6 +77,7 @@ class _Job(NamedTuple):
     parts: list[Future[None]]
 
 
+@dataclass(eq=False)
 class Loader:
     """Iterate over the batches of steps [first_step, last_step), decoding `prefetch` batches ahead.
 
@@ -93,25 +95,18 @@ class Loader:
         apart: decode in a process of its own; Linux only.
     """
 
-    def __init__(
-        self,
-        dataset: FaceDataset,
-        samples_of_step: Callable[[int], Samples],
-        first_step: int,
-        last_step: int,
-        threads: int,
-        prefetch: int,
-        device: torch.device,
-        read_ahead: Callable[[int], np.ndarray] | None = None,
-        augment: Augment | None = None,
-        held: int = 1,
-        image_size: int = IMAGE_SIZE,
-        apart: bool = False,
-    ) -> None:
-        self.dataset, self.samples_of_step, self.read_ahead = dataset, samples_of_step, read_ahead
-        self.first_step, self.last_step = first_step, last_step
-        self.threads, self.prefetch, self.device, self.augment, self.held = threads, prefetch, device, augment, held
-        self.image_size, self.apart = image_size, apart
+    dataset: FaceDataset
+    samples_of_step: Callable[[int], Samples]
+    first_step: int
+    last_step: int
+    threads: int
+    prefetch: int
+    device: torch.device
+    read_ahead: Callable[[int], np.ndarray] | None = None
+    augment: Augment | None = None
+    held: int = 1
+    image_size: int = IMAGE_SIZE
+    apart: bool = False
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
         is_cuda = self.device.type == "cuda"
