@@ -163,13 +163,14 @@ def test_the_old_contents_are_overwritten_before_the_journal_is_deleted(gallery:
     images = _sure_images(4, ["Ada Lovelace", "Bob Byte"])
     gallery.add(images)
     seen: list[tuple[bytes, bytes]] = []
+    overwrite = gallery_database.overwrite_journal
 
     def look(path: Path) -> None:
         before = gallery_database.journal_of(path).read_bytes()
-        gallery_database.overwrite_journal(path)
+        overwrite(path)
         seen.append((before, gallery_database.journal_of(path).read_bytes()))
 
-    monkeypatch.setattr(gallery_store, "overwrite_journal", look)
+    monkeypatch.setattr(gallery_database, "overwrite_journal", look)
     gallery.remove(people=["Ada Lovelace"])
     ((before, after),) = seen
     assert all(trace in before for trace in _traces(images[0])) and after == bytes(len(before))

@@ -27,20 +27,7 @@ from utils.files import shown
 from utils.image import decode_rgb, to_png
 from utils.text import did_you_mean, one_line, prefix_errors
 
-from .database import (
-    MAX_FACE,
-    PATIENCE,
-    Facts,
-    check_pages,
-    check_person,
-    create_database,
-    database_errors,
-    open_database,
-    overwrite_journal,
-    picture_name,
-    read_facts,
-    unit_vector,
-)
+from . import database as db
 from .search import Entries, Match, Searcher
 
 Embed = Callable[[np.ndarray], np.ndarray]  # crops (n, S, S, 3) uint8 -> raw embeddings (n, D)
@@ -96,21 +83,21 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         facts: what embedded its faces, when the gallery was opened or last read by this object.
     """
 
-    def __init__(self, path: str | Path, patience: float = PATIENCE) -> None:
+    def __init__(self, path: str | Path, patience: float = db.PATIENCE) -> None:
         """Open an existing gallery; ValueError if there is none, or it is damaged or hostile."""
         self.path, self.patience = Path(path), patience
         self._thread = threading.RLock()
         self._searchers: dict[tuple[str, str], tuple[tuple[int, int], Searcher]] = {}
         self._changes = 0  # transactions of this object; SQLite counts those of others
-        self._database = open_database(self.path)
+        self._database = db.open_database(self.path)
         self._file = self.path.stat()
         with self.reading():
             self._digest = self.facts.digest
 
     @classmethod
-    def create(cls, path: str | Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
+    def create(cls, path: str | Path, facts: db.Facts, patience: float = db.PATIENCE) -> "Gallery":
         """Make an empty gallery, or open the one that is there; ValueError if another file is there, or a damaged gallery."""
-        create_database(Path(path), facts)
+        db.create_database(Path(path), facts)
         return cls(path, patience)
 
     def close(self) -> None:
@@ -146,7 +133,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
 
     def _face(self, number: int) -> np.ndarray:
         checked, data = self._database.execute("SELECT face_sum, png FROM faces WHERE image = ?", (number,)).fetchone()
-        if type(data) is not bytes or len(data) > MAX_FACE or _checksum(data) != checked:
+        if type(data) is not bytes or len(data) > db.MAX_FACE or _checksum(data) != checked:
             raise ValueError(f"{shown(self.path)}: the face of image {number} is damaged; remove and enrol it again")
         with prefix_errors(f"{shown(self.path)}: the face of image {number}"):
             pixels, size = decode_rgb(data), self.facts.image_size
@@ -190,7 +177,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         self._searchers.clear()  # one that followed changes has not read what it holds from the file
         self.searcher()  # reads and checks all vectors
         with self.reading():
-            check_pages(self._database, self.path, "integrity_check")
+            db.check_pages(self._database, self.path, "integrity_check")
             with_face = [image.number for image in self.images() if image.face_sum]
             for number in with_face:
                 self.picture(number)
@@ -204,7 +191,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             FileNotFoundError: the file was deleted since it was opened.
             ValueError: another file is in its place.
         """
-        with self._thread, database_errors(self.path):
+        with self._thread, db.database_errors(self.path):
             if self._database.in_transaction:  # inside another one of this thread
                 yield
                 return
@@ -213,7 +200,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 raise ValueError(f"{shown(self.path)}: is another file than the one that was opened; start again")
             self._database.execute("BEGIN")
             try:
-                self.facts = read_facts(self._database, self.path)
+                self.facts = db.read_facts(self._database, self.path)
                 yield
             finally:
                 with contextlib.suppress(sqlite3.Error):
@@ -267,7 +254,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
 
     # ---- writing
 
-    def add(self, images: Sequence[NewImage], facts: Facts | None = None) -> list[int]:
+    def add(self, images: Sequence[NewImage], facts: db.Facts | None = None) -> list[int]:
         """Enrol images; return their numbers, 0 for those that were there already. They are safe when this returns.
 
         Args:
@@ -277,8 +264,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed; the gallery was embedded
                 by another network since it was opened; the disk is full. Nothing is enrolled.
         """
-        names = [check_person(image.person) for image in images]
-        rows = [unit_vector(image.embedding, (facts or self.facts).embedding_size, image.picture) for image in images]
+        names = [db.check_person(image.person) for image in images]
+        rows = [db.unit_vector(image.embedding, (facts or self.facts).embedding_size, image.picture) for image in images]
         for image, (_, norm) in zip(images, rows, strict=True):
             _require_weight(norm, image.quality, shown(image.picture))
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
@@ -291,7 +278,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             for image, name, (vector, norm), face in zip(images, names, rows, faces, strict=True):
                 database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
                 person = database.execute("SELECT id FROM people WHERE name = ?", (name,)).fetchone()[0]
-                values = (person, image.hash, image.face, picture_name(image.picture), norm, float(image.quality))
+                values = (person, image.hash, image.face, db.picture_name(image.picture), norm, float(image.quality))
                 done = database.execute(
                     "INSERT OR IGNORE INTO images (person, hash, face, picture, norm, quality, added, vector_sum, vector) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -328,7 +315,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             database.execute("DELETE FROM people WHERE NOT EXISTS (SELECT 1 FROM images WHERE person = people.id)")
         return len(gone)
 
-    def reembed(self, facts: Facts, embed: Embed, wrap: Wrap) -> int:
+    def reembed(self, facts: db.Facts, embed: Embed, wrap: Wrap) -> int:
         """Embed all images again, from their faces in the gallery; return how many. Until the end the old vectors serve.
 
         Args:
@@ -346,7 +333,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             while part := list(itertools.islice(waiting, _BATCH)):
                 raw = embed(np.stack([self._face(image.number) for image in part]))
                 for image, row in zip(part, raw, strict=True):
-                    vector, norm = unit_vector(row, facts.embedding_size, image.picture)
+                    vector, norm = db.unit_vector(row, facts.embedding_size, image.picture)
                     found.append((norm, _checksum(vector), vector, image.number))
             _replace(database, found, facts)  # only now, because a large transaction may lock readers out
         return len(images)
@@ -367,10 +354,10 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
 
     def copy_to(self, path: Path) -> None:
         """Copy the gallery, as it is at one moment, into an empty file."""
-        with self._thread, database_errors(self.path), contextlib.closing(sqlite3.connect(path)) as target:
+        with self._thread, db.database_errors(self.path), contextlib.closing(sqlite3.connect(path)) as target:
             self._database.backup(target)
 
-    def adapt(self, facts: Facts, adapt: Embed, lengths: float) -> int:
+    def adapt(self, facts: db.Facts, adapt: Embed, lengths: float) -> int:
         """Replace the vectors by what a map makes of them; return how many. Faces of another size than the facts' are erased.
 
         Args:
@@ -386,14 +373,14 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 part = images[low : low + _ADAPTED]
                 rows = adapt(self._vectors(np.array([image.number for image in part])))
                 for image, row in zip(part, rows, strict=True):
-                    vector, _ = unit_vector(row, facts.embedding_size, image.picture)
+                    vector, _ = db.unit_vector(row, facts.embedding_size, image.picture)
                     found.append((image.norm * lengths, _checksum(vector), vector, image.number))
             if facts.image_size != self.facts.image_size:
                 database.execute("DELETE FROM faces")
             _replace(database, found, facts)
         return len(images)
 
-    def _require_faces(self, images: list[Image], facts: Facts) -> None:
+    def _require_faces(self, images: list[Image], facts: db.Facts) -> None:
         """Raise ValueError unless a network can embed the faces that the gallery has."""
         size, other = self.facts.image_size, facts.image_size
         if other != size:
@@ -415,13 +402,13 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         PERSIST keeps the journal after the transaction, so that it can be overwritten before it is deleted.
         """
         database = self._database
-        with self._thread, database_errors(self.path):
+        with self._thread, db.database_errors(self.path):
             database.execute("PRAGMA query_only = OFF")
             database.execute("PRAGMA journal_mode = PERSIST")
             try:
                 self._patiently(_BEGIN)
                 try:
-                    self.facts = read_facts(database, self.path)
+                    self.facts = db.read_facts(database, self.path)
                     yield database
                     self._changes += 1
                     self._patiently("COMMIT")  # for those who read
@@ -431,7 +418,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                     if database.in_transaction:
                         database.execute("ROLLBACK")
                     self._patiently(_BEGIN)
-                    overwrite_journal(self.path)
+                    db.overwrite_journal(self.path)
                     database.execute("ROLLBACK")
                     database.execute("PRAGMA journal_mode = DELETE")
             finally:
@@ -463,10 +450,10 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 print(one_line(f"waiting for another process, which uses {shown(self.path)}"), file=sys.stderr, flush=True)
 
 
-def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes, int]], facts: Facts) -> None:
+def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes, int]], facts: db.Facts) -> None:
     """Store (length, checksum, vector, image) for all images, and what they are embedded by."""
     database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
-    database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in Facts._fields)}", facts)
+    database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in db.Facts._fields)}", facts)
 
 
 def _checksum(data: bytes) -> bytes:
