@@ -1,17 +1,20 @@
 """What the command lines share: a parser whose --help shows docstring and defaults, options, a progress bar, an early end."""
 
 import argparse
+import contextlib
 import math
 import os
 import select
 import signal
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .machine import num_cores
 
 if TYPE_CHECKING:  # `face doctor` runs where packages are missing
     from tqdm import tqdm
+
+Number = TypeVar("Number", int, float)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -67,32 +70,23 @@ def leave_closed_output(error: BrokenPipeError) -> int:
 
 def int_in_range(low: int, high: int | None = None) -> Callable[[str], int]:
     """Return a parser of whole numbers from `low` to `high`, for argparse's `type`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low or (high is not None and value > high):
-            rule = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number {rule}, got {text}")
-        return value
-
-    return parse
+    if high is None:
+        return _in_range(int, low, math.inf, f"a whole number of at least {low}")
+    return _in_range(int, low, high, f"a whole number from {low} to {high}")
 
 
 def number_in_range(low: float, high: float = math.inf, what: str = "a number") -> Callable[[str], float]:
     """Return a parser of finite numbers from `low` to `high`, for argparse's `type`."""
+    return _in_range(float, low, high, f"{what} from {low:g} {'on' if high == math.inf else f'to {high:g}'}")
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and value < math.inf):
-            end = "on" if high == math.inf else f"to {high:g}"
-            raise argparse.ArgumentTypeError(f"must be {what} from {low:g} {end}, got {text}")
-        return value
+
+def _in_range(read: Callable[[str], Number], low: float, high: float, rule: str) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            value = read(text)
+            if low <= value <= high and value < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text}")
 
     return parse
 
