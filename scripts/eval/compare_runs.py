@@ -195,25 +195,19 @@ def table(runs: Sequence[Run]) -> tuple[Row, list[Row]]:
         ("auc", "AUC", 1, 1),
         ("xnorm", "norm", 1, 0),
         ("rank_1", "rank-1 %", 100, 1),
+        *((far, f"TAR % at FAR {far}", 100, 1) for far in ("1e-2", "1e-3", "1e-4")),
     )
     for name in sets:
-        intervals = [run.results.get(name, {}).get("intervals_95", {}) for run in runs]
         found = [run.results.get(name, {}) for run in runs]
+        values_of = [{**result.get("tar_at_far", {}), **result} for result in found]
         pairs = [numbers["num_genuine"] + numbers["num_impostor"] if "num_genuine" in numbers else "" for numbers in found]
         if any(pairs):
             rows.append((f"{name}: pairs", *map(str, pairs)))
         for key, title, factor, better in numbers:
-            values = [run.results.get(name, {}).get(key) for run in runs]
-            if all(value is None for value in values):
-                continue
-            ranges = [interval.get(key) for interval in intervals]
-            rows.append((f"{name}: {title}", *_shown(values, factor, stars(values, ranges, better))))
-        targets = [run.results.get(name, {}).get("tar_at_far", {}) for run in runs]
-        for far in ("1e-2", "1e-3", "1e-4"):
-            values = [target.get(far) for target in targets]
+            values = [known.get(key) for known in values_of]
             if any(value is not None for value in values):
-                ranges = [interval.get(far) for interval in intervals]
-                rows.append((f"{name}: TAR % at FAR {far}", *_shown(values, 100, stars(values, ranges, 1))))
+                ranges = [result.get("intervals_95", {}).get(key) for result in found]
+                rows.append((f"{name}: {title}", *_shown(values, factor, stars(values, ranges, better))))
     losses = [run.series.get("train", {}).get("loss", {}) for run in runs]
     last = [loss[max(loss)] if loss else None for loss in losses]
     rows.append(("last loss", *_shown(last, 1, [False] * len(last))))
