@@ -75,7 +75,10 @@ def repair(options: argparse.Namespace) -> None:
     if options.out:
         images = np.setdiff1d(np.flatnonzero(headers.payload_sizes > 0), list(bad))
         undecoded = _copy(options, sound, images, headers.labels[images, 0], num_classes or 0)
-        _list(options.out, sorted(faults + [fault(*item) for item in undecoded]))
+        left_out, path = sorted(faults + [fault(*item) for item in undecoded]), options.out / "left_out.csv"
+        write_csv(path, ("byte", "record", "reason"), left_out)
+        print(RecordDataset(options.out).describe())
+        print(f"left out: {len(left_out)}, listed in {path}. The labels are those of the set")
     elif faults:
         raise ValueError(
             f"{rec_path}: {len(faults)} fault(s) that a new index cannot mend; --out COPY writes a copy without them "
@@ -165,14 +168,6 @@ def _copy(
             else:
                 writer.add(int(labels[place]), payload)
     return left_out
-
-
-def _list(out: Path, faults: Sequence[Fault]) -> None:
-    """Write left_out.csv, and print a description of the copy."""
-    path = out / "left_out.csv"
-    write_csv(path, ("byte", "record", "reason"), faults)
-    print(RecordDataset(out).describe())
-    print(f"left out: {len(faults)}, listed in {path}. The labels are those of the set")
 
 
 if __name__ == "__main__":
