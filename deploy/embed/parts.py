@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -221,25 +221,19 @@ def _in_processes(
     """Yield the parts as they are done."""
     context = forks_of_torch()
     ranks = context.Value("i", 0)
-    with ProcessPoolExecutor(count, context, _open, (options, ranks)) as pool, _children_killed_on_error():
-        futures = {pool.submit(_embed, part): number for number, part in names.items()}
-        for future in as_completed(futures):
-            try:
+    with ProcessPoolExecutor(count, context, _open, (options, ranks)) as pool:
+        try:
+            futures = {pool.submit(_embed, part): number for number, part in names.items()}
+            for future in as_completed(futures):
                 yield futures.pop(future), future.result()
-            except BrokenProcessPool:
+        except BaseException as error:
+            for child in multiprocessing.active_children():
+                child.kill()
+            if isinstance(error, BrokenProcessPool):
                 raise ValueError(
                     f"one of the processes ended; {_KEPT}. If the machine has too little memory, give fewer --processes"
                 ) from None
-
-
-@contextlib.contextmanager
-def _children_killed_on_error() -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for child in multiprocessing.active_children():
-            child.kill()
-        raise
+            raise
 
 
 _options: argparse.Namespace
