@@ -84,7 +84,7 @@ class Exporter:
         contract = self._describe("fp32")
         if options.pack:  # before minutes of work
             {"insightface": checks.check_insightface, "hub": check_hub}[options.pack](self._describe(options.precision))
-        module = graph.deployed(source.network, options.with_preprocess, options.flip)
+        module = graph.Deployed(source.network, options.with_preprocess, options.flip)
         print(f"tracing {source.network.title}", flush=True)
         traced = graph.trace(module, source.network.image_size)
         made = {"fp32": self._make_fp32(traced, contract)}

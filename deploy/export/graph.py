@@ -101,24 +101,17 @@ class Deployed(nn.Module):
     """A network with what surrounds it in an exported file.
 
     Args:
-        model: (b, 3, S, S) in its own scale and colour order -> (b, D).
+        network: of this project; (b, 3, S, S) in its own scale and colour order -> (b, D).
         with_preprocess: take (b, S, S, 3) uint8 RGB, and return unit vectors (b, D) and the lengths (b,) that they had.
-        bgr, mean, std: the input of the model, which is made here from bytes.
         mirrored: add the embedding of the mirror image.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        with_preprocess: bool,
-        mirrored: bool,
-        bgr: bool = False,
-        mean: float = 127.5,
-        std: float = 127.5,
-    ) -> None:
+    def __init__(self, network: Network, with_preprocess: bool, mirrored: bool) -> None:
         super().__init__()
-        self.model, self.with_preprocess, self.mirrored = model, with_preprocess, mirrored
-        self.bgr, self.mean, self.std = bgr, mean, std
+        self.model, self.with_preprocess, self.mirrored = network.model, with_preprocess, mirrored
+        self.bgr, self.mean, self.std = False, 127.5, 127.5  # the input of the model, which is made here from bytes
+        if isinstance(other := network.model, OtherInput):  # no adapter of eval.networks is in the graph
+            self.model, self.bgr, self.mean, self.std = other.model, other.bgr, other.mean, other.std
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return embeddings (b, D), with their lengths (b,) if they are unit vectors."""
@@ -137,14 +130,6 @@ class Deployed(nn.Module):
         norms = torch.linalg.vector_norm(embeddings, dim=1)
         # an embedding of zeros stays one: its direction is unknown
         return embeddings / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None], norms
-
-
-def deployed(network: Network, with_preprocess: bool, mirrored: bool) -> Deployed:
-    """Return a network of this project with its surroundings, in its own scale: no adapter of eval.networks is in the graph."""
-    model = network.model
-    if isinstance(model, OtherInput):
-        return Deployed(model.model, with_preprocess, mirrored, model.bgr, model.mean, model.std)
-    return Deployed(model, with_preprocess, mirrored)
 
 
 class Traced(NamedTuple):
