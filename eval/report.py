@@ -241,10 +241,11 @@ def _explain(result: VerificationResult) -> str:
 def _rate_rows(results: Results) -> list[tuple[str, str, str]]:
     """Return (set, figure, value in %) for each figure of the sets that are no sets of pairs."""
     others = {name: result for name, result in results.items() if not isinstance(result, VerificationResult)}
-    return [(name, figure, _percent(value)) for name, found in others.items() for figure, value in found.figures.items()]
+    return [(name, figure, percent(value)) for name, found in others.items() for figure, value in found.figures.items()]
 
 
-def _percent(value: float | None, unknown: str = "n/a") -> str:
+def percent(value: float | None, unknown: str = "n/a") -> str:
+    """Return a share in percent."""
     return unknown if value is None else f"{100 * value:.2f}"
 
 
@@ -254,9 +255,9 @@ def _row(name: str, result: VerificationResult) -> tuple[str, ...]:
         str(result.num_genuine + result.num_impostor),
         f"{100 * result.accuracy:.2f} +- {100 * result.accuracy_std:.2f}",
         f"{result.cosine_threshold:.4f}",
-        _percent(result.tar_at_far["1e-2"]),
-        _percent(result.tar_at_far["1e-3"]),
-        _percent(result.eer),
+        percent(result.tar_at_far["1e-2"]),
+        percent(result.tar_at_far["1e-3"]),
+        percent(result.eer),
         "n/a" if result.auc is None else f"{result.auc:.4f}",
         f"{result.xnorm:.2f}",
     )
@@ -395,8 +396,8 @@ def _summary_row(name: str, result: VerificationResult, intervals: Intervals) ->
         f"{100 * result.accuracy_std:.2f}",
         f"{result.cosine_threshold:.4f}",
         f"{100 * result.exact_accuracy:.2f}",
-        _percent(result.plain_accuracy, "-"),
-        _percent(result.eer, "-"),
+        percent(result.plain_accuracy, "-"),
+        percent(result.eer, "-"),
         "-" if result.auc is None else f"{result.auc:.5f}",
         "-" if result.min_dcf is None else f"{result.min_dcf:.3f}",
         f"{result.xnorm:.2f}",

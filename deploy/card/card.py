@@ -15,7 +15,7 @@ from backbones import build_backbone
 from configs.values import is_nothing, read_yaml
 from eval.foreign_networks import ForeignNetwork, InputContract
 from eval.networks import Network, OtherInput, load_network
-from eval.report import POINT_COLUMNS, point_rows, range_text
+from eval.report import POINT_COLUMNS, percent, point_rows, range_text
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
 from utils.distributed.agreement import digest, digest_tensors
@@ -135,12 +135,6 @@ class Subject(NamedTuple):
     name: str  # without the folders above it
     manifest: dict[str, Any]  # of its checkpoint, {} for a file
 
-    @property
-    def signature(self) -> dict[str, Any]:
-        """What the manifest says of the run: classes, images, batch, seed."""
-        found: dict[str, Any] = self.manifest.get("run_signature", {})
-        return found
-
 
 def write_card(options: argparse.Namespace) -> None:
     """Read the network, its results and the fields, and write the card."""
@@ -236,7 +230,7 @@ def _multiply_adds(model: nn.Module, image_size: int) -> int:
 
 def _add_training(document: Document, subject: Subject) -> None:
     """Add the data and the recipe, as far as the checkpoint tells."""
-    config, signature = subject.network.config, subject.signature
+    config, signature = subject.network.config, subject.manifest.get("run_signature", {})  # classes, images, batch, seed
     data = data_facts(config, signature)
     document.section("Training data")
     document.facts(data) if data else document.text("Not known: no configuration of a training came with the network.")
@@ -394,13 +388,10 @@ def _add_errors(document: Document, results: Results, folder: Path) -> None:
 
 
 def _numbers_row(result: SetResult) -> tuple[object, ...]:
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.2f}"
-
     genuine, impostor = ("-" if count is None else count for count in (result.num_genuine, result.num_impostor))
     accuracy, eer = (range_text(result.intervals.get(key)) for key in ("accuracy", "eer"))
     auc = "-" if result.auc is None else f"{result.auc:.4f}"
-    return result.name, genuine, impostor, percent(result.accuracy), accuracy, percent(result.eer), eer, auc
+    return result.name, genuine, impostor, percent(result.accuracy, "-"), accuracy, percent(result.eer, "-"), eer, auc
 
 
 def _add_notes(document: Document, results: Results) -> None:
