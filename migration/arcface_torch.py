@@ -106,16 +106,11 @@ class Centres:
         self._weight = Rows([shard.weight for shard in shards], lengths, (dim,), torch.float32)
         names = ("momentum", "variance")[: 1 + adamw]
         moments = [shard.moments if set(names) <= set(shard.moments) else {} for shard in shards]
-        self._others = {name: Rows([m.get(name) for m in moments], lengths, (dim,), torch.float32) for name in names}
+        self.others = {name: Rows([m.get(name) for m in moments], lengths, (dim,), torch.float32) for name in names}
         if adamw:
             counts = [torch.full((len(shard.weight),), shard.updates, dtype=torch.int32) for shard in shards]
-            self._others["updates"] = Rows(counts, lengths, (), torch.int32)
+            self.others["updates"] = Rows(counts, lengths, (), torch.int32)
         self._length = self._mean_length() if self.found < num_classes else 0.0
-
-    @property
-    def num_tensors(self) -> int:
-        """The number of tensors: the centres, and the moments in the files."""
-        return 1 + len(self._others)
 
     def planned(self, start: int, stop: int, advance: Callable[[int], object]) -> dict[str, Planned]:
         """Return the tensors of the slots [start, stop); `advance` is called with the rows done."""
@@ -130,7 +125,7 @@ class Centres:
             return rows
 
         plans = {"centres": Planned(torch.float32, (stop - start, self.dim), blocks(self._centres))}
-        for name, rows in self._others.items():
+        for name, rows in self.others.items():
             shape, dtype = ((stop - start,), torch.int32) if name == "updates" else ((stop - start, self.dim), torch.float32)
             plans[name] = Planned(dtype, shape, blocks(partial(_finite_rows, rows, name, self._classes)))
         return plans
@@ -174,7 +169,7 @@ def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dic
         raise ValueError(f"{final}: exists already and is never overwritten; choose another run folder, or --step")
     ranks, files = facts["world_size"], {}
     with unfinished_folder(final) as folder:
-        with progress([], centres.num_classes * centres.num_tensors, "class centres", "row") as bar:
+        with progress([], centres.num_classes * (1 + len(centres.others)), "class centres", "row") as bar:
             for rank in range(ranks):
                 slots = shard_range(centres.num_classes, rank, ranks)
                 name = ckpt.shard_name(rank, ranks)
