@@ -119,7 +119,7 @@ def sample_identity(seed: int, number: int) -> Identity:
     beard = "none" if style in ("bob", "long", "bun") else str(rng.choice(_BEARD_STYLES, p=_BEARD_STYLE_ODDS))
     skin = _between(_SKIN_TONES, u(0, len(_SKIN_TONES) - 1)) * u(0.95, 1.04, 3)
     hair = np.array(_DYED_HAIR[rng.integers(len(_DYED_HAIR))] if u() < 0.3 else _NATURAL_HAIR[rng.integers(8)])
-    top, side, length, wave = _hair_volume(rng, style)
+    volume = _hair_volume(rng, style)
     return Identity(
         skin=np.clip(skin, 20, 255),
         hair=np.clip(hair * u(0.85, 1.15) + u(-8, 8, 3), 12, 245),
@@ -127,12 +127,9 @@ def sample_identity(seed: int, number: int) -> Identity:
         lips=mix(skin, np.array([(196, 60, 74), (214, 104, 104), (150, 52, 70), (176, 92, 78)])[rng.integers(4)], u(0.4, 0.95)),
         **{name: u(*span) for name, span in _SPANS.items()},
         hair_style=style,
-        hair_top=top,
-        hair_side=side,
-        hair_length=length,
+        **volume,
         hairline=-0.36 if style == "fringe" else u(-0.72, -0.48),
         hair_part=u(-1, 1),
-        hair_wave=wave,
         beard=beard,
         beard_length=u(0.02, 0.26),
         moles=_scatter(rng, int(rng.choice(4, p=(0.5, 0.25, 0.15, 0.1))), 0.42, -0.3, 0.75),
@@ -180,7 +177,7 @@ def sample_yaw(rng: np.random.Generator) -> float:
     return float(np.clip(rng.normal(0, 0.3), -1, 1)) if rng.random() < 0.5 else float(rng.uniform(-1.15, 1.15))
 
 
-def _hair_volume(rng: np.random.Generator, style: str) -> tuple[float, float, float, float]:
+def _hair_volume(rng: np.random.Generator, style: str) -> dict[str, float]:
     """Return thickness at the top and at the sides, the height where the hair ends, and how wavy its outline is."""
     u = rng.uniform
     top, side, length, wave = {
@@ -194,7 +191,7 @@ def _hair_volume(rng: np.random.Generator, style: str) -> tuple[float, float, fl
         "fringe": ((0.1, 0.22), (0.08, 0.22), (0.4, 1.5), (0, 0.02)),
         "bun": ((0.05, 0.1), (0.02, 0.06), (0.3, 0.4), (0, 0.01)),
     }[style]
-    return u(*top), u(*side), u(*length), u(*wave)
+    return {"hair_top": u(*top), "hair_side": u(*side), "hair_length": u(*length), "hair_wave": u(*wave)}
 
 
 def _scatter(rng: np.random.Generator, count: int, x_max: float, y_min: float, y_max: float) -> np.ndarray:
