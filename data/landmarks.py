@@ -4,13 +4,12 @@ Row i has the points of image i, in the order of utils/alignment.py: x and y as 
 first pixel at half a pixel; NaN where no face was found. N = stored images, n = images of this rank in one optimizer step.
 """
 
-import io
 from pathlib import Path
 
 import numpy as np
 
 from utils.alignment import POINTS
-from utils.files import check_file, reading, shown, write_file
+from utils.files import check_file, new_file, reading, shown
 from utils.text import one_line
 
 _OTHER = [1, 0, 2, 4, 3]  # the point whose place each has in the mirror image
@@ -52,9 +51,8 @@ def open_landmarks(path: str, num_images: int) -> np.ndarray:
 
 def write_landmarks(path: Path, points: np.ndarray) -> None:
     """Write points (N, 5, 2), as float16: a twentieth of a pixel of 112."""
-    stream = io.BytesIO()
-    np.save(stream, points.astype(np.float16))
-    write_file(path, stream.getvalue())
+    with new_file(path) as file:
+        np.save(file, points.astype(np.float16))
 
 
 def mirrored_landmarks(points: np.ndarray, mirrored: np.ndarray) -> np.ndarray:

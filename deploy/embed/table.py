@@ -56,10 +56,8 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedder: Embedder) -> tupl
             for part in _all(plan, parts):
                 file.write(csv_bytes(_cells(row, people[row.name]) for row in part.rows))
         with new_file(out) as file:  # last: it says that all is there
-            header = io.BytesIO()
             shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, size)}
-            np.lib.format.write_array_header_1_0(header, shape)
-            file.write(header.getvalue())
+            np.lib.format.write_array_header_1_0(file, shape)
             for part in _all(plan, parts):
                 file.write(part.vectors.tobytes())
     else:
