@@ -42,24 +42,21 @@ def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> t
     if num_pairs < 1 or folds < 1 or num_pairs % (2 * folds):
         raise ValueError(f"the number of pairs must be a multiple of 2 x {folds} folds (half of each genuine), got {num_pairs}")
     rng = np.random.default_rng(seed)
-    first: list[int] = []
-    second: list[int] = []
+    pairs: list[tuple[int, int]] = []
     half = num_pairs // (2 * folds)
     groups = _deal(labels, folds, rng)
     most = 2 * folds * min(map(_most_pairs, groups))
     for fold, people in enumerate(groups):
         genuine, impostor = _genuine(people, half, rng), _impostor(people, half, rng)
-        for pair in itertools.chain(*zip(genuine, impostor, strict=False)):
-            first.append(pair[0])
-            second.append(pair[1])
-        if len(first) < (fold + 1) * 2 * half:
+        pairs += itertools.chain(*zip(genuine, impostor, strict=False))
+        if len(pairs) < (fold + 1) * 2 * half:
             several = sum(len(images) > 1 for group in groups for images in group)
             raise ValueError(
                 f"{sum(map(len, groups))} identities ({several} of them with several images) in {folds} folds do not give "
                 f"{half} genuine and {half} impostor pairs in each; ask for at most {most} pairs, or add identities"
             )
-    same = np.tile([True, False], half * folds)
-    return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64), same
+    first, second = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+    return first, second, np.tile([True, False], half * folds)
 
 
 def _most_pairs(people: list[np.ndarray]) -> int:
