@@ -31,10 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 def stamp(files: Sequence[Path]) -> Facts:
     """Return the size and modification time of each existing file; a cache with another stamp is out of date."""
-    return {
-        path.name: [status.st_size, status.st_mtime_ns]
-        for path, status in ((path, path.stat()) for path in files if path.is_file())
-    }
+    return {path.name: [(status := path.stat()).st_size, status.st_mtime_ns] for path in files if path.is_file()}
 
 
 def cache_path(folder: Path, source: Path) -> Path:
