@@ -138,16 +138,12 @@ class IndexedRecordFile:
         offset = int(self.offsets[position])
         try:
             record, end = self.file.read_until(offset)
-            self._check_end(end, offset)
+            following = int(np.searchsorted(self._starts, offset, side="right"))
+            if following < len(self._starts) and end != self._starts[following]:  # where records without a key may be
+                self.file.scan_offsets(end, int(self._starts[following]))
         except ValueError as error:
             raise ValueError(f"record {self.keys[position]} of {error}") from None
         return record
-
-    def _check_end(self, end: int, offset: int) -> None:
-        """Check that the record at `offset` ends at the next one, or that records without a key fill the gap."""
-        following = int(np.searchsorted(self._starts, offset, side="right"))
-        if following < len(self._starts) and end != self._starts[following]:
-            self.file.scan_offsets(end, int(self._starts[following]))
 
     def bytes_after_last(self) -> int:
         """Return the number of bytes after the last record of the index: damage, or an index that was cut."""
