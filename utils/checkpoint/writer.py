@@ -10,6 +10,7 @@ registered as pinned memory as a whole. torch's allocator of pinned memory would
 for one of 38.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -162,7 +163,7 @@ class Shard(NamedTuple):
     slots: tuple[int, int]
 
 
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Saves the checkpoints of one run. All methods are collective unless they say otherwise.
 
     A failed save (a full disk, a missing right) is a warning, and training goes on until more than max_failed saves in a row
@@ -193,9 +194,6 @@ class CheckpointWriter:
         self._job: Future[dict[str, Any]] | None = None
         self._manifest: dict[str, Any] | None = None  # of the checkpoint being written, until its parts are written
         self._partial = self._final = run_folder
-
-    def __enter__(self) -> "CheckpointWriter":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Complete the save under way if all ranks come here: a run that stops at a bad loss must not lose its checkpoint."""
