@@ -107,9 +107,8 @@ def make_set(folder: Path, pairs: int) -> None:
     dataset = RecordDataset(folder / "faces")
     faces = [bytes(dataset.sample(index)[0]) for index in range(dataset.num_images)]
     order = np.random.default_rng(0).permutation(2 * pairs) % distinct
-    images = [
-        faces[index % len(faces)] + index.to_bytes(4, "little") for index in range(distinct)
-    ]  # the appended bytes make them distinct
+    # the appended bytes make them distinct
+    images = [faces[index % len(faces)] + index.to_bytes(4, "little") for index in range(distinct)]
     write_bin(folder / "set.bin", [images[index] for index in order.tolist()], [bool(pair % 2) for pair in range(pairs)])
 
 
