@@ -200,6 +200,7 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
             head.config.focal,
             head.config.label_smoothing,
             head.config.sub_centers,
+            head.config.entropy_weights,
         )
         text, sound = judge_first_loss(loss, head.margin, step)
         (log.info if sound else log.warn)(named(name, text, model))

@@ -42,6 +42,7 @@ class HeadConfig:
     logit_correction: str = "none"
     focal: float = 0.0
     label_smoothing: float = 0.0
+    entropy_weights: bool = False
     interclass_filtering_threshold: float = 0.0
     matmul_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
@@ -105,7 +106,7 @@ def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | No
     Args:
         autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
     """
-    bent = {"focal": loss.focal, "label_smoothing": loss.label_smoothing}
+    bent = {key: loss[key] for key in ("focal", "label_smoothing", "entropy_weights")}
     computed = {
         "optimizer": _row_optimizer(head, optimizer),
         "matmul_dtype": matmul_dtype(head.matmul_dtype, autocast, world.device, all_are_fast_in_bf16(world)),

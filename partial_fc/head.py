@@ -81,7 +81,7 @@ class PartialFC(nn.Module):
             )
         device = torch.device(device)
         config = HeadConfig() if config is None else config
-        check_loss(margin, config)
+        check_loss(margin, config, num_classes)
         self.margin = margin.to(device)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed

@@ -44,6 +44,7 @@ class Setting(NamedTuple):
     cache_mb: int = 1
     chunk: int = 5
     sub_centers: int = 1
+    entropy: bool = False
 
     def config(self) -> HeadConfig:
         """Return the configuration of a head whose centres move by minus the gradient at rate 1."""
@@ -60,6 +61,7 @@ class Setting(NamedTuple):
             cache_mb=self.cache_mb,
             kernels=self.kernels,
             sub_centers=self.sub_centers,
+            entropy_weights=self.entropy,
         )
 
 
@@ -152,6 +154,8 @@ def reference_losses(
         composition["log_weights"] = inclusion_weights(head, known["labels"], whole_active(head))
     if setting.focal or setting.smoothing:
         composition |= {"focal": setting.focal, "label_smoothing": setting.smoothing}
+    if setting.entropy:
+        composition["entropy"] = True
     arguments = {key: value for key, value in known.items() if key != "labels"}
     if name == "elasticface":
         seed = derive(head.seed, "margin", head._number, micro)
@@ -230,6 +234,9 @@ def _bounds(
     """Return the bounds of the loss, absolute, and of the gradients, relative to their norms."""
     steep = entry.steep * margin.scale
     if setting.dtype == torch.float32:
-        return head_bounds(steep, D, B)
+        loss, gradient = head_bounds(steep, D, B)
+        # an entropy has the relative error of exp(logit), a weight up to 8 times that: EM of perturbed entropies in float64
+        weight = 8 * rounding_bound(torch.float32, D, steep) if setting.entropy else 0.0
+        return loss + weight * steep, gradient + weight
     half = bf16_half_step(steep)
     return half, half

@@ -70,6 +70,10 @@ CASES = {  # a comma follows the name of a loss that has several
     "uniface": _same(uniface, 1.0, weight=0.5),
 }
 STATES = {"t": "t", "mean": "mean", "std": "std", "scale": "running_scale"}  # of the reference: the margin's buffers
+ONE_REDUCTION = {  # one scale on all cosines, and sums that stay in the range of fp32
+    *("normface", "cosface", "arcface", "combined", "sphereface_r", "adaface", "magface", "elasticface", "adaptiveface"),
+    "kappaface",
+}
 SUMS = ("sphereface2", "uniface")
 
 

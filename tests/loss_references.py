@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.stats import norm
 from torch import Tensor
 
 State = dict[str, Any]
@@ -37,6 +39,7 @@ class Composition:
         softmax probability of the sample's class, and the factor has a gradient, too.
     label_smoothing: eps. The label is 1 - eps + eps / N for the sample's class and eps / N for the others, over the N classes
         in the sample's sum: active, and not left out by the limit. This is the convention of torch's cross entropy.
+    entropy: samples are weighed by `entropy_weights`.
     """
 
     active: Tensor | None = None
@@ -44,6 +47,7 @@ class Composition:
     log_weights: Tensor | None = None
     focal: float = 0.0
     label_smoothing: float = 0.0
+    entropy: bool = False
 
     def negatives(self, cosine: Tensor, label: int) -> list[int]:
         """Return the other classes in the sum of a sample with these cosines (C,)."""
@@ -83,13 +87,31 @@ def softmax_loss(
 ) -> Tensor:
     """Return the mean cross entropy; `penalty` is added to each sample's loss; a number for a logit scales the cosine."""
     target, negative = (f if callable(f) else lambda i, c, f=f: f * c for f in (target, negative))
-    losses = []
+    losses, entropies = [], []
     for i, y in enumerate(labels.tolist()):
         others = [negative(i, cosine[i, j]) + composition.log_weight(j) for j in composition.negatives(cosine[i], y)]
-        losses.append(composition.cross_entropy(target(i, cosine[i, y]), others))
-        if penalty is not None:
-            losses[i] = losses[i] + penalty[i]
-    return torch.stack(losses).mean()
+        own = target(i, cosine[i, y])
+        losses.append(composition.cross_entropy(own, others))
+        entropies.append(torch.distributions.Categorical(logits=torch.stack([own, *others]).detach()).entropy())
+    weights = entropy_weights(np.array(entropies)) if composition.entropy else np.ones(len(losses))
+    added = 0.0 if penalty is None else torch.stack(penalty)
+    return (torch.from_numpy(weights) * torch.stack(losses) + added).mean()
+
+
+def entropy_weights(entropy: np.ndarray) -> np.ndarray:
+    """Return 2 - g (B,), g from the mixture of a normal and a uniform density of TopoFR, of entropies with both signs."""
+    x = np.concatenate([entropy, -entropy])
+    x = x / x.std()
+    share, variance, density = 0.1, 1.0, 0.2
+    for _ in range(1000):
+        normal = share * norm.pdf(x, scale=np.sqrt(variance + 1e-3))
+        normal = normal / (normal + (1.0 - share) * density)
+        count = normal.sum()
+        variance, share = (normal * x**2).sum() / count, min(count / len(x), 0.5)
+        first, second = (((1.0 - normal) * x**k).sum() / (1.0 - share) / count for k in (1, 2))
+        spread = 3.0 * second - first**2
+        density = 0.001 if spread < 0.001 else 1.0 / (2.0 * np.sqrt(spread))
+    return 2.0 - normal[: len(entropy)]
 
 
 def cos_of_sum(c: Tensor, margin: Number) -> Tensor:

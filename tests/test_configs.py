@@ -239,7 +239,7 @@ def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.Cap
 def test_a_loss_has_the_arguments_of_its_class(tmp_path: Path, text: str, overrides: list[str], expected: dict[str, object]):
     loss = _load(tmp_path, text, *overrides).loss
     assert {key: loss[key] for key in expected} == expected
-    assert set(loss) == {"name", "focal", "label_smoothing", "topology", *margin_arguments(loss.name)}
+    assert set(loss) == {"name", "focal", "label_smoothing", "entropy_weights", "topology", *margin_arguments(loss.name)}
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_new_loss_is_a_class_with_arguments_and_no_key_of_base_yaml(tmp_path: 
 
     monkeypatch.setitem(losses.MARGINS, "leaning", Leaning)
     loss = _load(tmp_path, "loss: {name: leaning, steps: 5}", "loss.shy=on").loss
-    of_every_loss = {"focal": 0.0, "label_smoothing": 0.0, "topology": 0.0}
+    of_every_loss = {"focal": 0.0, "label_smoothing": 0.0, "entropy_weights": False, "topology": 0.0}
     assert dict(loss) == {"name": "leaning", "scale": 16.0, "lean": 0.25, "steps": 5, "shy": True} | of_every_loss
     with pytest.raises(ValueError, match=r"loss\.steps must be a whole number, got 0\.5"):
         _load(tmp_path, "loss: {name: leaning}", "loss.steps=0.5")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from head_losses import CASES, B, C, D, Setting, compare_steps, make_batch
-from loss_cases import SUMS
+from loss_cases import ONE_REDUCTION, SUMS
 from torch import Tensor
 
 from losses import build_margin
@@ -14,11 +14,6 @@ from partial_fc import HeadConfig, PartialFC
 from partial_fc.collectives import Collectives
 
 pytestmark = pytest.mark.numeric
-
-ONE_REDUCTION = {  # one scale on all cosines, and sums that stay in the range of fp32
-    *("normface", "cosface", "arcface", "combined", "sphereface_r", "adaface", "magface", "elasticface", "adaptiveface"),
-    "kappaface",
-}
 
 
 def _compare(rank: int, world_size: int) -> None:
@@ -30,6 +25,7 @@ def _compare(rank: int, world_size: int) -> None:
         limit = None if world_size == 2 else 0.3
         setting = Setting(rate=0.7, limit=limit, focal=bent[0], smoothing=bent[1], accumulation=2, cache_mb=0)
         compare_steps(rank, world_size, case, setting)
+    compare_steps(rank, world_size, "arcface", Setting(rate=0.7, entropy=True, accumulation=2))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from head_losses import CASES, Setting, compare_steps
-from loss_cases import SUMS
+from loss_cases import ONE_REDUCTION, SUMS
 from waiting import Syncs
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
 from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import PlainKernels
+from partial_fc.softmax.loss import entropy_weights
 
 pytestmark = pytest.mark.numeric
 
@@ -57,6 +58,28 @@ def test_what_a_head_does_besides_equals_the_reference(case: str, setting: str):
     compare_steps(0, 1, case, chosen)
 
 
+@pytest.mark.parametrize("case", ["cosface", "arcface", "magface", "adaptiveface"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(entropy=True),
+        Setting(entropy=True, rate=0.7, cache_mb=0, accumulation=2, kernels="plain"),
+        Setting(entropy=True, focal=1.5, smoothing=0.1, sub_centers=3),
+    ],
+)
+def test_weights_by_entropy_equal_the_reference(case: str, setting: Setting):
+    compare_steps(0, 1, case, setting)
+
+
+def test_the_weights_are_those_of_the_authors():
+    """What gauss_unif of facechain (face_module/TopoFR/GUM.py) returned for these entropies, each with both signs."""
+    entropy = torch.tensor([0.0, 0.01, 0.02, 0.05, 0.1, 0.4, 1.5, 3.0])
+    found = 2.0 - entropy_weights(entropy)
+    torch.testing.assert_close(
+        found, torch.tensor([0.979475, 0.979219, 0.978433, 0.972057, 0.930923, 7.81e-8, 0.0, 0.0]), rtol=0, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize(("key", "value"), [("focal", 2.0), ("label_smoothing", 0.1)])
 def test_a_sum_over_classes_takes_neither_focal_weights_nor_label_smoothing(name: str, key: str, value: float):
@@ -85,18 +108,28 @@ def test_a_step_that_is_not_good_changes_nothing(case: str, kernels: str):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_only_the_negatives_of_one_reduction_are_weighed_by_entropy(case: str):
+    margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
+    wrong = [{}] * (case not in ONE_REDUCTION) + [{"logit_correction": "log_r"}, {"interclass_filtering_threshold": 0.4}]
+    for own in wrong:
+        with pytest.raises(ValueError, match=rf"loss\.entropy_weights must be false for {type(margin).__name__} with head\."):
+            PartialFC(margin, 40, 8, config=HeadConfig(0.5, entropy_weights=True, **own))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_for_nothing_where_the_kernels_read_the_flag(case: str, monkeypatch: pytest.MonkeyPatch):
     """As on CUDA with Triton. Only the update of the centres is left out: in plain torch it asks whether the step is good."""
     monkeypatch.setattr(PlainKernels, "reads_flag", True)
     monkeypatch.setattr(PlainKernels, "update_rows", lambda *given: None)
     bent = {} if case in SUMS else {"focal": 2.0, "label_smoothing": 0.1}
     arguments = CASES[case].arguments | ({"every": 2} if case == "kappaface" else {})
-    margin = build_margin(case.partition(",")[0], **arguments)
-    config = HeadConfig(0.5, interclass_filtering_threshold=0.4, logit_correction="log_r", kernels="plain", cache_mb=1, **bent)  # type: ignore[arg-type]
-    head = PartialFC(margin, 40, 8, config=config)
-    for step in range(2):
-        head.begin_step(torch.tensor([[3, 4, 3, 9]]), step)
-        with Syncs() as syncs:
-            head(torch.randn(4, 8).requires_grad_()).backward()
-            head.step(0.1)
-        assert not syncs.found
+    every = {"interclass_filtering_threshold": 0.4, "logit_correction": "log_r"}
+    for own in (every, {"entropy_weights": True}) if case in ONE_REDUCTION else (every,):
+        margin = build_margin(case.partition(",")[0], **arguments)
+        head = PartialFC(margin, 40, 8, config=HeadConfig(0.5, kernels="plain", cache_mb=1, **bent, **own))  # type: ignore[arg-type]
+        for step in range(2):
+            head.begin_step(torch.tensor([[3, 4, 3, 9]]), step)
+            with Syncs() as syncs:
+                head(torch.randn(4, 8).requires_grad_()).backward()
+                head.step(0.1)
+            assert not syncs.found

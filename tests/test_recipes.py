@@ -134,9 +134,9 @@ for _name, _epochs in (("r50", 25.0), ("r100", 25.0), ("r200", 30.0)):
         "data.num_classes": DATA["glint360k"][0], "data.num_images": DATA["glint360k"][1],
         "augment.blur": 0.2 / 4, "augment.blur_sigma": 5.0, "augment.grayscale": 0.2 / 4, "augment.photometric": 0.2 / 4,
         "augment.cutout": 0.2 / 4, "augment.cutout_side": 0.84, "backbone.name": _name, "backbone.trained_scale": True,
-        "loss.name": "arcface", "loss.margin": 0.5, "loss.topology": 0.1, "optimizer.weight_decay": 1e-4,
-        "optimizer.clip_norm": 5.0, "train.epochs": _epochs, "train.batch_size": 4 * 128, "train.precision": "bf16",
-        "eval.targets": list(SETS), "eval.every": 2000,
+        "loss.name": "arcface", "loss.margin": 0.5, "loss.entropy_weights": True, "loss.topology": 0.1,
+        "optimizer.weight_decay": 1e-4, "optimizer.clip_norm": 5.0, "train.epochs": _epochs,
+        "train.batch_size": 4 * 128, "train.precision": "bf16", "eval.targets": list(SETS), "eval.every": 2000,
     }  # fmt: skip
 OTHERS["adaface_wf4m_r50"] = OTHERS["adaface_wf4m_r100"] | {"backbone.name": "r50"}
 OTHERS["adaface_wf12m_r100"] = OTHERS["adaface_wf4m_r100"] | {

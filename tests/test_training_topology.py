@@ -98,14 +98,16 @@ def test_a_run_learns_it_and_resumes_to_the_same_bits(
     monkeypatch.setattr(step, "prepare", lambda *part: seen.append(prepare(*part)) or seen[-1])
     monkeypatch.setattr(step, "topology_loss", lambda images, *rest: seen.append(images) or topology_loss(images, *rest))
     settings = [
-        IRESNET, "backbone.trained_scale=true", "loss.topology=1", "optimizer.clip_norm=30", "schedule.kind=constant",
-        "eval.targets=[]",
+        IRESNET, "backbone.trained_scale=true", "loss.topology=1", "loss.entropy_weights=true", "optimizer.clip_norm=30",
+        "schedule.kind=constant", "eval.targets=[]",
     ]  # fmt: skip
     for name, last in (("whole", 6), ("parts", 3), ("parts", 6)):
         assert train.main(tiny_run(dataset, tmp_path, *settings, f"run.name={name}", f"train.max_steps={last}")) == 0
     capsys.readouterr()
     assert train.main(tiny_run(dataset, tmp_path, *settings, "backbone.trained_scale=false", "run.name=other")) == 1
     assert capsys.readouterr().err.startswith("error: loss.topology needs backbone.trained_scale=true")
+    assert train.main(tiny_run(dataset, tmp_path, *settings, "loss.name=circle", "run.name=other")) == 1
+    assert capsys.readouterr().err.startswith("error: loss.entropy_weights must be false for Circle with")
     with pytest.raises(ValueError, match=r"all pairs of 100000 images need 37[0-9.]+ GiB, 1.00 are free; raise train.accum"):
         topology_bytes(nn.Linear(1, 1), 100_000, 1, 16, 2**30)
     weights = equal_weights(tmp_path / "whole", tmp_path / "parts")

@@ -240,7 +240,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         ranks, parts = world._replace(world_size=count), config.train.accumulation
         for task in setup.tasks:
             margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
-            check_loss(margin, how)
+            check_loss(margin, how, classes)
             samples = task.order.batch_size // parts
             if task.config.loss.topology:
                 beside += topology_bytes(backbone, samples, count, config.data.image_size, free - beside)

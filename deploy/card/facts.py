@@ -14,7 +14,7 @@ Facts = list[tuple[str, str]]
 Config = Mapping[str, Mapping[str, Any]]  # section -> key -> value
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {})  # values that say that something is not used
-_NOT_OF_THE_LOSS = ("name", "focal", "label_smoothing", "topology")
+_NOT_OF_THE_LOSS = ("name", "focal", "label_smoothing", "entropy_weights", "topology")
 _NOT_OF_THE_BACKBONE = (
     "name", "embedding_size", "freeze", "freeze_norm", "sync_norm", "checkpointing", "train_last", "lora_rank", "lora_alpha",
 )  # fmt: skip

@@ -140,12 +140,15 @@ def _sums_over_shards(
         if any(chunk.weights is not None for chunk in chunks) or (passes.smooths and not passes.spreads_evenly(batch)):
             batch = batch._replace(function=margin.negatives(batch.target_cosine, batch.norm, {}))
         local = passes.forward(batch, chunks, micro)
-        spread = () if local.spread is None else local.spread
-        summed = collectives.sum(torch.stack([local.sums[0], batch.target_cosine, *rows, *spread]))
-        cosine, rows, log_z = summed[1], summed[2 : 2 + len(rows)], torch.log(summed[0]) + passes.shift
+        more = [] if local.spread is None else [*local.spread]
+        if passes.weighs:  # sum_j E z
+            more.append(passes.gain(batch) * (batch.unit * local.u).sum(dim=1))
+        summed = collectives.sum(torch.stack([local.sums[0], batch.target_cosine, *rows, *more]))
+        cosine, rows, rest = summed[1], summed[2 : 2 + len(rows)], summed[2 + len(rows) :]
         batch = batch._replace(target_cosine=cosine, state=observe(cosine, rows))
-        total = GlobalSums(log_z, local.sums[1:], summed[2 + len(rows) :] if len(spread) else None)
-        return batch, rows, local, total
+        spread = rest[:2] if passes.smooths else None
+        mean_logit = rest[-1] / summed[0].clamp_min(1e-37) if passes.weighs else None
+        return batch, rows, local, GlobalSums(torch.log(summed[0]) + passes.shift, local.sums[1:], spread, mean_logit)
     first = collectives.sum(torch.stack([batch.target_cosine, *rows]))
     cosine, rows = first[0], first[1:]
     batch = batch._replace(target_cosine=cosine, state=observe(cosine, rows))

@@ -165,6 +165,7 @@ class TwoPass:
         self.workspace, self.dtype, self.sub_centers = kernels.workspace, config.matmul_dtype, config.sub_centers
         self.limit = config.interclass_filtering_threshold or None
         self.smooths = config.label_smoothing > 0  # needs ShardSums.spread and slopes
+        self.weighs = config.entropy_weights
         self._several = SubCenters(self.sub_centers, self.workspace) if self.sub_centers > 1 else None
         self._cached: dict[tuple[int, int], Tensor] = {}
         self._shifts: dict[tuple[int, int], Tensor] = {}  # K of each chunk, where it is not constant
