@@ -10,9 +10,9 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from rounding import rounding_bound
+from rounding import network_bound, rounding_bound
 from tiny_detectors import OFFSETS, picture, write_detector
-from tiny_runs import equal_weights, one_line, read_metrics, tiny_run, write_dataset
+from tiny_runs import equal_weights, one_line, read_metrics, reshard_and_back, run_train, tiny_run, write_dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,6 +29,7 @@ from eval.__main__ import main as evaluate
 from scripts.data import landmarks as program
 from scripts.demo import make_data
 from utils.alignment import TEMPLATE
+from utils.checkpoint.format import list_checkpoints
 
 FORM, SIDE = Form(64, 3, heads=4, times=2, patch=8), 48  # 36 tokens
 
@@ -191,6 +192,21 @@ def test_a_run_learns_the_landmarks_of_each_image_and_resumes_to_the_same_bits(
     settings[0] = f"data.landmarks={tmp_path / 'other.npy'}"
     assert train.main(tiny_run(place / "data", tmp_path, *settings, "run.name=parts", "train.max_steps=8")) == 1
     assert "landmarks" in one_line(capsys)
+
+
+@pytest.mark.numeric
+def test_any_number_of_processes_learns_the_landmarks_and_resumes_to_the_bit_after_a_reshard(place: Path, tmp_path: Path):
+    shared = _settings(place, "backbone.freeze_norm=true", "train.batch_size=12", "checkpoint.every=1", "train.max_steps=2")
+    found = []
+    for count in (1, 2, 3):
+        run = tiny_run(place / "data", tmp_path, *shared, f"run.name=of_{count}", image_size=48)
+        assert (ended := run_train(count, run)).returncode == 0, ended.stderr
+        found.append([read_metrics(tmp_path / f"of_{count}")[2][name] for name in ("loss", "loss_landmarks")])
+    assert found[1:] == [pytest.approx(found[0], rel=network_bound())] * 2
+    reshard_and_back(list_checkpoints(tmp_path / "of_2")[0], tmp_path / "broken")
+    run = tiny_run(place / "data", tmp_path, *shared, "run.name=broken", image_size=48)
+    assert (ended := run_train(2, run)).returncode == 0, ended.stderr
+    equal_weights(tmp_path / "of_2", tmp_path / "broken")
 
 
 def test_a_network_of_a_run_needs_no_landmarks_afterwards(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

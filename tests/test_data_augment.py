@@ -182,11 +182,11 @@ def test_probabilities_are_independent_of_each_other_and_of_flips():
 
 
 def _batches(threads: int, first: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
-    dataset = SyntheticDataset(10, 50, 0)
+    dataset = _Spots(10, 50, 0)
     order = SampleOrder(50, 24, 1, True)
     augment = Augment({**BASE, **dict.fromkeys(OPERATIONS, 0.5)}, seed=9)
     loader = Loader(dataset, lambda s: order.samples(s, rank, world_size), first, 6, threads, 3, CPU, augment=augment)
-    return [batch.images.numpy().copy() for batch in loader]
+    return [np.concatenate([batch.images.flatten(1), batch.landmarks.flatten(1)], axis=1) for batch in loader]
 
 
 def test_threads_processes_and_a_resume_change_nothing():

@@ -94,8 +94,10 @@ def test_every_placement_gives_the_same_bits_on_several_ranks(run_ranks: Callabl
 def _compare(rank: int, world_size: int, folder: Path) -> None:
     for storage, words in [("exact", "all classes"), ("mini", "sampled"), ("tiny", "neighbours"), ("lean", "decay")]:
         whole = _head(folder, "device", rank, world_size, storage=storage, **SETTINGS[words])
-        on_disk = _head(folder, "disk", rank, world_size, storage=storage, **SETTINGS[words])
-        _assert_equal(_train(on_disk, range(5)), _train(whole, range(5)))
+        expected = _train(whole, range(5))
+        for placement in ("disk", "host"):
+            head = _head(folder, placement, rank, world_size, far=placement == "host", storage=storage, **SETTINGS[words])
+            _assert_equal(_train(head, range(5)), expected)
 
 
 @pytest.mark.parametrize("storage", FORMATS)

@@ -13,7 +13,7 @@ import torch
 from dense_reference import active_classes, all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
-from tiny_runs import NUM_CLASSES, read_metrics, run_train, tiny_run, write_old_and_new
+from tiny_runs import NUM_CLASSES, read_metrics, reshard_and_back, run_train, tiny_run, write_old_and_new
 from torch import nn
 
 import train
@@ -172,8 +172,7 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
         assert float(cosine) == pytest.approx(1, abs=rounding_bound(torch.float32, 50 * 576))
         assert float(frozen[label].norm()) == pytest.approx(float(old.norm(dim=1).mean()), rel=1e-5)
 
-    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-    shutil.rmtree(list_checkpoints(tmp_path / "broken")[-1])
+    reshard_and_back(whole[0], tmp_path / "broken")
     assert (ended := run_train(2, run("run.name=broken"))).returncode == 0, ended.stderr
     assert "step_00000003 after step 3" in ended.stdout
     last, again = whole[-1], list_checkpoints(tmp_path / "broken")[-1]

@@ -11,7 +11,7 @@ import torch
 from dense_reference import DenseHead, all_centres, bytes_of_workspace, near_their_centres, relative, whole_active
 from loss_cases import CASES
 from rounding import head_bounds, network_bound
-from tiny_runs import final_weights, read_metrics, run_train, small_run
+from tiny_runs import equal_weights, final_weights, read_metrics, reshard_and_back, run_train, small_run
 
 import train
 from losses import build_margin, margin_arguments
@@ -86,6 +86,9 @@ def test_any_number_of_processes_goes_on_through_a_change(dataset: Path, tmp_pat
         losses.append(read_metrics(tmp_path / f"of_{count}")[3]["loss"])
         begin = [f"checkpoint.resume={tmp_path}/of_2/checkpoints/step_00000002"]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=network_bound())
+    reshard_and_back(tmp_path / "of_2" / "checkpoints" / "step_00000002", tmp_path / "broken")
+    assert (done := run_train(2, small_run(dataset, tmp_path, *more, "run.name=broken"))).returncode == 0, done.stderr
+    equal_weights(tmp_path / "of_2", tmp_path / "broken")
 
 
 def _beside_dense(rank: int, world_size: int) -> None:
@@ -102,20 +105,20 @@ def _beside_dense(rank: int, world_size: int) -> None:
     share = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     batches = [near_their_centres(centres, rows, step) for step in range(8)]
     batches[4] = (batches[4][0], batches[4][1].roll(1))  # a negative with cosine 1, for which K has to follow the scale
-    prepared = head.prepare(batches[0][1][share][None], 0)
+    prepared = head.prepare(batches[0][1][share].view(2, -1), 0)
     for step, (x, labels) in enumerate(batches):
         stage = [stage for stage in stages if stage.first <= step][-1]
         dense.margin = build_margin("arcface", **stage.loss).double()
         head.begin_step(prepared, step)
         if step + 1 < len(batches):
-            prepared = head.prepare(batches[step + 1][1][share][None], step + 1)
+            prepared = head.prepare(batches[step + 1][1][share].view(2, -1), step + 1)
         active = whole_active(head)
         if rank == 0:
             here = sum(int((head.shard_classes() == label).sum()) for label in labels.unique())
             assert world_size > 1 or int(active.sum()) == num_active(head.num_slots, here, stage.sample_rate)
         assert int(active.sum()) == head.num_active()
         mine = x[share].clone().requires_grad_()
-        loss = head(mine)
+        loss = torch.stack([head(part, micro) for micro, part in enumerate(mine.chunk(2))]).mean()
         loss.backward()
         head.step(lr)
         expected, by_x, _ = dense.step(x, labels, lr, active)

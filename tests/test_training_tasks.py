@@ -13,7 +13,7 @@ import yaml
 from dense_reference import all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
-from tiny_runs import face, read_metrics, run_program, tiny_run, write_dataset
+from tiny_runs import face, read_metrics, reshard_and_back, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -152,13 +152,17 @@ def test_sets_with_a_map_and_a_task_of_one_entry_train_as_one_merged_set(tmp_pat
         "joined": both,
         "one": (*both, "tasks=[{name: softmax}]"),
     }
-    for name, words in ways.items():
-        shared = [f"run.name={name}", "head.sample_rate=0.5", "eval.targets=[]", "train.max_steps=6"]
-        assert train.main(tiny_run(tmp_path, tmp_path, *shared, *words, image_size=48)) == 0
-    ends = [_ends(tmp_path / name, {"softmax": 8}) for name in ways]
-    assert ends[0]["softmax.centres"].shape == (8, 16)
-    for other in ends[1:]:
-        assert ends[0].keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in ends[0].items())
+    for count, names in ((1, list(ways)), (3, ["merged", "joined"])):
+        for name in names:
+            shared = [f"run.name={name}_{count}", "head.sample_rate=0.5", "eval.targets=[]", "train.max_steps=6"]
+            run = tiny_run(
+                tmp_path, tmp_path, *shared, "train.batch_size=12", "train.accumulation=2", *ways[name], image_size=48
+            )
+            assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
+        first, *others = (_ends(tmp_path / f"{name}_{count}", {"softmax": 8}) for name in names)
+        assert first["softmax.centres"].shape == (8, 16)
+        for other in others:
+            assert first.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in first.items())
 
 
 DRAWN = "data: {source: synthetic, num_classes: 9, num_images: 30}, loss: {name: arcface}"
@@ -178,9 +182,7 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     assert "task first: 4 images of each step, 0.5 of the loss" in ended.stdout and "21 classes" in ended.stdout
     assert "first: head: 12 classes" in ended.stdout and "second: first loss " in ended.stdout
-    path = str(list_checkpoints(tmp_path / "whole")[0])
-    for count, name in (("3", "three"), ("2", "broken")):
-        assert checkpoint_program.main(["reshard", path, count, path := str(tmp_path / name)]) == 0
+    reshard_and_back(list_checkpoints(tmp_path / "whole")[0], tmp_path / "broken")
     (tmp_path / "copy").mkdir()  # of another machine
     write_dataset(tmp_path / "copy")
     ended = run_program(train.main, [run("run.name=broken", *more) for more in ([], [f"data.path={tmp_path}/copy"])])

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import torch
 from dense_reference import all_centres
 from pictures import folder_of_people
 from rounding import rounding_bound
-from tiny_runs import equal_weights, read_metrics, run_program, tiny_run, write_dataset
+from tiny_runs import equal_weights, read_metrics, reshard_and_back, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
+from backbones import build_backbone
 from data.augment import prepare
 from data.datasets import open_set
 from data.sampler import SampleOrder
@@ -24,12 +24,13 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource
-from scripts import checkpoint as checkpoint_program
 from scripts.deploy import embed
 from training.soft_targets import SoftTargets
 from training.step import LossTerm, backward
 from training.teachers import Projection, Teacher, largest_output, read_network
 from utils import distributed
+from utils.checkpoint.format import BACKBONE, EMA, list_checkpoints
+from utils.checkpoint.reading import read_file
 from utils.distributed import World
 from utils.files import write_csv
 from utils.memory import BackboneMemory
@@ -179,8 +180,7 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teache
     run = functools.partial(tiny_run, place, tmp_path, *SHARED, f"teacher.path={place / 'old'}", image_size=48)
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     assert "16 numbers per face; the loss has 2 x cosine of the embeddings, 3 x relations, 0.5 x logits" in ended.stdout
-    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
-    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
+    reshard_and_back(tmp_path / "whole" / "checkpoints" / "step_00000002", tmp_path / "broken")
     assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
     equal_weights(tmp_path / "whole", tmp_path / "broken")
     ends = [tmp_path / name / "checkpoints" / "step_00000004" for name in ("whole", "broken")]
@@ -202,13 +202,37 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teache
     assert ended.returncode == 1 and re.search("teacher was [0-9a-f]{32}, this run has [0-9a-f]{32}", ended.stderr)
 
 
-def test_a_run_that_is_its_own_teacher_does_not_depend_on_when_it_saves(place: Path, tmp_path: Path):
+def test_a_run_that_is_its_own_teacher_does_not_depend_on_when_it_saves_or_resumes(place: Path, tmp_path: Path):
     """A save gives all processes the statistics of the first one; the teacher of each of two processes has those always."""
     shared = ["teacher.path=average", "teacher.embedding=5", "train.ema=0.9", "train.max_steps=4", "eval.targets=[]"]
-    for every in (1, 4):
-        run = tiny_run(place, tmp_path, *shared, f"checkpoint.every={every}", f"run.name=every_{every}", image_size=48)
+    shared += ["train.accumulation=2", "checkpoint.keep_last=9"]
+    for name, every in (("often", 1), ("once", 4), ("broken", 4)):
+        if name == "broken":
+            reshard_and_back(list_checkpoints(tmp_path / "often")[1], tmp_path / name)
+        run = tiny_run(place, tmp_path, *shared, f"checkpoint.every={every}", f"run.name={name}", image_size=48)
         assert (ended := run_program(train.main, [run] * 2)).returncode == 0, ended.stderr
-    equal_weights(tmp_path / "every_1", tmp_path / "every_4")
+        equal_weights(tmp_path / "often", tmp_path / name)
+
+
+@pytest.mark.numeric
+def test_the_average_teaches_what_it_was_before_the_step(place: Path, tmp_path: Path):
+    words = ["teacher.path=average", "teacher.embedding=5", "train.ema=0.9", "train.max_steps=3", "eval.targets=[]"]
+    words += ["checkpoint.every=1", "checkpoint.keep_last=9", "backbone.freeze_norm=true", "data.flip=false"]
+    assert train.main(tiny_run(place, tmp_path, *words, f"init.backbone={place / 'old'}", image_size=48)) == 0
+    dataset = open_set(place)
+    for checkpoint in list_checkpoints(tmp_path / "tiny")[:2]:  # after as many steps
+        step = int(checkpoint.name[-8:])
+        rows = SampleOrder(60, 8, 2048, flip=False).samples(step).indices
+        pixels = np.stack([dataset.pixels_and_label(int(row), 48)[0] for row in rows])
+        images, found = prepare(torch.from_numpy(pixels), torch.zeros(len(rows), dtype=torch.bool)).double(), []
+        for name in (BACKBONE, EMA):
+            network = build_backbone("shallow", 16, 0.125, image_size=48).eval()
+            network.load_state_dict(read_file(checkpoint, name))
+            found.append(network.double()(images).detach())
+        expected = float(_reference("cosine", *found))
+        # embeddings are sums of 16 x 24 x 24 products of sums over 27 and more, and near one another
+        assert _loss(tmp_path / "tiny", step + 1) == pytest.approx(expected, abs=rounding_bound(torch.float32, 24 * 24 * 16))
+        assert expected > 8 * rounding_bound(torch.float32, 24 * 24 * 16)
 
 
 def _first(place: Path, tmp_path: Path, name: str, *more: str, image_size: int = 48) -> float:
@@ -251,21 +275,22 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
 ):
     table = tmp_path / "t.npy"
     assert embed.main([str(place / "old"), str(place), "--out", str(table), "--device", "cpu", "--processes", "1"]) == 0
-    drawn = np.random.default_rng(0).normal(size=np.load(table).shape)  # of a teacher that sees more than the student
+    drawn = np.random.default_rng(1).normal(size=np.load(table).shape)  # of a teacher that sees more than the student
     np.save(table, (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32))
     rows = torch.from_numpy(np.load(table)).double()
     dataset, model = open_set(place), read_network(str(place / "old"), "", 1).model.eval()
     pixels = np.stack([dataset.pixels_and_label(index, 48)[0] for index in range(len(rows))])
     with torch.no_grad():
         own = model(prepare(torch.from_numpy(pixels), torch.zeros(len(rows), dtype=torch.bool))).double()
-    first = SampleOrder(len(rows), 6, 2048, flip=False).samples(0).indices  # run.seed
+    first = SampleOrder(len(rows), 12, 2048, flip=False).samples(0).indices  # run.seed
     others = [torch.roll(rows, shift, 0) for shift in range(len(rows))]
     expected, *wrong = (1 - torch.cosine_similarity(own[first], taught[first]).mean().item() for taught in others)
     assert min(abs(expected - loss) for loss in wrong) > 1e-4
     start = [f"init.backbone={place / 'old'}", "backbone.freeze_norm=true", "data.flip=false", "eval.targets=[]"]
     words = [*start, f"teacher.path={table}", "teacher.embedding=1", "train.max_steps=1"]
-    for count in (1, 2):
-        run = tiny_run(place, tmp_path, *words, f"run.name=once_{count}", image_size=48, batch_size=6)
+    for count, parts in ((1, 3), (2, 1), (3, 2)):
+        more = [f"run.name=once_{count}", f"train.accumulation={parts}"]
+        run = tiny_run(place, tmp_path, *words, *more, image_size=48, batch_size=12)
         assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
         assert _loss(tmp_path / f"once_{count}") == pytest.approx(expected, abs=1e-5)
     # of another size than the student's, whose map is a part of the checkpoint, also of one for other processes
@@ -273,9 +298,7 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
     run = functools.partial(tiny_run, place, tmp_path, *words, image_size=48)
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     assert "16 numbers per face, after the best linear map of the student's" in ended.stdout
-    path = str(tmp_path / "whole" / "checkpoints" / "step_00000002")
-    for count, name in (("3", "three"), ("2", "broken")):
-        assert checkpoint_program.main(["reshard", path, count, path := str(tmp_path / name)]) == 0
+    reshard_and_back(tmp_path / "whole" / "checkpoints" / "step_00000002", tmp_path / "broken")
     assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
     equal_weights(tmp_path / "whole", tmp_path / "broken")
     lines = table.with_suffix(".csv").read_text().splitlines()

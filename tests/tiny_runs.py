@@ -31,6 +31,7 @@ from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import Form, VisionTransformer
 from data.recordio.image_record import RecordWriter, pack
 from eval.pair_sets.bin_file import write_bin
+from scripts import checkpoint as checkpoint_program
 from utils.checkpoint.format import list_checkpoints
 from utils.checkpoint.reading import read_backbone, shard_reader
 
@@ -136,6 +137,13 @@ def equal_weights(one: Path, other: Path, said: str = "") -> dict[str, torch.Ten
     different = [name for name, value in first.items() if not torch.equal(value, second[name])]
     assert not different, f"{said} {one}, {other}: {different}"
     return first
+
+
+def reshard_and_back(checkpoint: Path, run: Path) -> None:
+    """Make a run folder that holds a checkpoint of two processes, which was one of three processes in between."""
+    for count, out in (("3", run.with_name(f"{run.name}_of_3")), ("2", run)):
+        assert checkpoint_program.main(["reshard", str(checkpoint), count, str(out)]) == 0
+        checkpoint = out
 
 
 def command_of(num_processes: int, arguments: list[str]) -> list[str]:
