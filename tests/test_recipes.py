@@ -1,7 +1,9 @@
 """The recipes of configs/ are those of the files that they name, most of arcface_torch, and say what batch they belong to."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -123,6 +125,16 @@ OTHERS = {
         "train.precision": "bf16", "eval.targets": ["lfw", "cfp_fp", "agedb_30", "calfw", "cplfw"],
         "eval.every": 500_000 // (4 * 128),
     },
+    # github.com/TaharChettaoui/FRoundation: config/config.py, src/training and src/finetuning
+    "casia_dinov2_s": {
+        "data.image_size": 224, "data.num_classes": 10_572, "data.num_images": 501_195,
+        "backbone.name": "timm:vit_small_patch14_dinov2.lvd142m", "backbone.embedding_size": 384,
+        "backbone.lora_rank": 16, "backbone.lora_alpha": 16 * 16**0.5, "init.backbone": "dinov2.safetensors",
+        "loss.name": "cosface", "loss.margin": 0.3, "optimizer.name": "adamw", "optimizer.lr": 1e-4, "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.05, "schedule.kind": "cosine", "schedule.min_lr": 1e-6, "train.epochs": 40.0,
+        "train.batch_size": 512, "eval.targets": ["lfw", "cfp_fp", "cfp_ff", "agedb_30", "calfw", "cplfw"],
+        "eval.every": 5 * (501_195 // 512),
+    },
 }  # fmt: skip
 # the same: run_adaface_ir50_casia.sh
 OTHERS["adaface_casia_r50"] = OTHERS["adaface_wf4m_r100"] | {
@@ -142,6 +154,7 @@ OTHERS["adaface_wf4m_r50"] = OTHERS["adaface_wf4m_r100"] | {"backbone.name": "r5
 OTHERS["adaface_wf12m_r100"] = OTHERS["adaface_wf4m_r100"] | {
     "data.num_classes": DATA["wf12m"][0], "data.num_images": DATA["wf12m"][1], "eval.every": DATA["wf12m"][1] // (7 * 256)
 }  # fmt: skip
+OTHERS["adaface_wf12m_r50"] = OTHERS["adaface_wf12m_r100"] | {"backbone.name": "r50"}
 OTHERS["adaface_wf4m_vit_kprpe_b"] = OTHERS["adaface_wf4m_r100"] | {  # run_vit_kprpe_webface4m.sh
     "data.landmarks": "landmarks.npy", "augment.affine": 1.0, "augment.affine_degrees": 20 / 5, "augment.affine_scale": 0.2,
     "augment.affine_shift": 0.05, "augment.crop": 0.95 / 5, "augment.cutout": 0.05 / 5, "augment.low_resolution": 0.8 / 5,
@@ -209,8 +222,10 @@ def test_a_recipe_is_what_the_importer_makes_of_its_source(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_recipe_of_another_program_has_its_values_and_no_others(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    known = SimpleNamespace(list_models=lambda: ["vit_small_patch14_dinov2"])
+    monkeypatch.setitem(sys.modules, "timm", known)  # no network is built
     (tmp_path / "default.yaml").write_text("")
     printed = []
     for config in (name, str(tmp_path / "default.yaml")):
