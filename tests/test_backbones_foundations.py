@@ -1,6 +1,7 @@
 """Files of pretrained weights for networks of timm. The files are written by timm and transformers, with random weights."""
 
 import functools
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,6 +120,37 @@ def test_a_file_of_timm_begins_a_network_that_computes_the_same_from_our_input(n
     save_file(state, tmp_path / "run.safetensors")  # weights of a run are not changed again
     load_initial(fresh, tmp_path / "run.safetensors", 112)
     assert all(torch.equal(value, state[key]) for key, value in fresh.state_dict().items())
+
+
+CLIP_NAMES = {  # of model.py in openai/CLIP
+    "patch_embed.proj": "visual.conv1", "cls_token": "visual.class_embedding", "pos_embed": "visual.positional_embedding",
+    "norm_pre": "visual.ln_pre", "norm.": "visual.ln_post.", "blocks": "visual.transformer.resblocks", ".norm": ".ln_",
+    "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+}  # fmt: skip
+DINOV3_NAMES = {"reg_token": "storage_tokens", "gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # of facebookresearch/dinov3
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", [DINO, CLIP, "vit_small_patch16_dinov3"])
+def test_a_file_of_the_authors_begins_the_same_network(name: str, small: Any, tmp_path: Path):
+    theirs, file, width = _drawn(small.create_model(name, num_classes=0, img_size=112)), {}, SMALL["embed_dim"]
+    for key, value in theirs.state_dict().items():
+        for ours, other in (CLIP_NAMES if name == CLIP else DINOV3_NAMES if "dinov3" in name else {}).items():
+            key = re.sub(f"^{re.escape(ours)}" if ours == "norm." else re.escape(ours), other, key)
+        file[key] = value.flatten() if "class_e" in key else value[0] if "positional" in key else value
+    if name == CLIP:
+        others = ("visual.proj", "text_projection", "logit_scale", "positional_embedding", "token_embedding.weight")
+        file |= {key: torch.ones(7, 3) for key in (*others, "ln_final.weight", "transformer.resblocks.0.ln_1.weight")}
+    else:
+        file["mask_token"] = torch.ones(1, width)
+    if "dinov3" in name:  # biases of q, k and v, which were trained to 0 and are masked, and the periods of the rotation
+        file |= {f"blocks.{k}.attn.qkv.bias{mask}": torch.zeros(3 * width) for k in range(2) for mask in ("", "_mask")}
+        file["rope_embed.periods"] = torch.ones(4)
+    torch.save(file, tmp_path / "weights.pth")
+    settings = theirs.pretrained_cfg
+    with torch.no_grad():
+        expected = theirs(_normalised(_pixels(112), settings["mean"], settings["std"]))
+    _assert_same(_begun(name, tmp_path / "weights.pth", 112), 112, expected)
 
 
 @pytest.mark.numeric

@@ -84,6 +84,8 @@ def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, caps
     assert benchmark_head.main(arguments) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["device_ratio"] > 0 and "on the disk" in row["described"] and "arcface_ratio" not in row
+    assert benchmark_head.main([*arguments, "--alone"]) == 0
+    assert "device_ratio" not in json.loads(file.read_text())["rows"][0]
 
 
 def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):

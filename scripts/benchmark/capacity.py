@@ -6,8 +6,8 @@ is the host memory that each process keeps for a copy of its class centres once 
 --card from its data sheet. --find measures how many identities fit: it trains one step per candidate number of identities on
 this device, each in a separate process, until the largest is known to about 2 %.
 
---placement host or disk also prints what moves to and from there in a step, and how long that takes at most, at --bandwidth, or
-at that of the bus or the disk here, which is measured. The identities then have to fit into --room as well.
+--placement host or disk also prints what moves to and from there in a step, and how long that takes if memory keeps none, at
+--bandwidth, or at that of the bus or the disk here, which is measured. The identities then have to fit into --room as well.
 
 Examples:
   face bench capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
@@ -152,7 +152,7 @@ def capacity(options: argparse.Namespace) -> None:
         if elsewhere is not None:
             reads, writes = row["read_bytes"], row["written_bytes"] = head.traffic(local)
             row["seconds"] = reads / elsewhere.reads + writes / elsewhere.writes
-            line += f"  {reads / _GIB:.2f} and {writes / _GIB:.2f} GiB, {row['seconds']:.3g} s at most"
+            line += f"  {reads / _GIB:.2f} and {writes / _GIB:.2f} GiB, {row['seconds']:.3g} s if memory keeps none"
         rows.append(row)
         print(line, flush=True)
     if not any(row["identities"] for row in rows):

@@ -49,7 +49,7 @@ from .plain import PlainHead
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"), ("mini", "bf16"))
 _DIM = 512
-_COMMON = ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps", "placement")
+_COMMON = ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps", "placement", "alone")
 _PLAIN_BYTES = {"tutorial": 67_000, "target-only": 40_000, "sampled": 12_000}  # per class; what does not fit is not started
 _COLOURS = {
     **{"plain, tutorial": "tab:red", "plain, target-only": "tab:orange", "plain, sampled": "tab:brown"},
@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
     parser.add_argument("--placement", choices=PLACEMENTS, default="device", help="head.placement")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
+    parser.add_argument("--alone", action="store_true", help="compare no loss or placement, for memory that holds one head")
     add_common_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw time and memory over the number of classes there")
     return run_main(benchmark, parser.parse_args(arguments))
@@ -203,7 +204,7 @@ def work(rank: int, case: dict[str, Any]) -> dict[str, Any]:
         step(number)
     steps, taken = [step], (peak_bytes(device) - before) * case["ranks"] / case["classes"]
     beside = {"arcface_ratio": {"loss": "arcface"}, "device_ratio": {"placement": "device"}}
-    against = next((key for key, usual in beside.items() if head and case | usual != case), "")
+    against = next((key for key, usual in beside.items() if head and not case["alone"] and case | usual != case), "")
     if against:  # in turn with the usual one, since a machine's speed may change
         steps.append(_our_step(_our_head(case | beside[against], rank, device), embeddings, labels))
         for number in range(2):
