@@ -107,7 +107,7 @@ def test_a_run_learns_it_and_resumes_to_the_same_bits(
     assert train.main(tiny_run(dataset, tmp_path, *settings, "backbone.trained_scale=false", "run.name=other")) == 1
     assert capsys.readouterr().err.startswith("error: loss.topology needs backbone.trained_scale=true")
     assert train.main(tiny_run(dataset, tmp_path, *settings, "loss.name=circle", "run.name=other")) == 1
-    assert capsys.readouterr().err.startswith("error: loss.entropy_weights must be false for Circle with")
+    assert capsys.readouterr().err.startswith("error: loss.entropy_weights must be false with Circle: it needs")
     with pytest.raises(ValueError, match=r"all pairs of 100000 images need 37[0-9.]+ GiB, 1.00 are free; raise train.accum"):
         topology_bytes(nn.Linear(1, 1), 100_000, 1, 16, 2**30)
     weights = equal_weights(tmp_path / "whole", tmp_path / "parts")

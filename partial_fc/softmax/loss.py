@@ -80,13 +80,17 @@ def check_loss(margin: "Margin", config: HeadConfig, num_classes: int) -> None:
                 f"loss.{key} must be 0 for {type(margin).__name__}, got {value}: it bends the probabilities of a softmax, and "
                 f"this loss is a sum over the classes. Set loss.{key}=0"
             )
-    fast = margin.linear_negatives and margin.constant_scale and None not in constant_shifts(margin, num_classes)
-    every = config.logit_correction == "none" and not config.interclass_filtering_threshold
-    if config.entropy_weights and not (fast and every):
+    if not config.entropy_weights:
+        return
+    linear = margin.linear_negatives and margin.constant_scale
+    wrong = [] if linear else [type(margin).__name__]
+    wrong += ["so large a loss.scale"] * (linear and None in constant_shifts(margin, num_classes))
+    wrong += ["head.logit_correction=log_r"] * (config.logit_correction != "none")
+    wrong += ["head.interclass_filtering_threshold"] * (config.interclass_filtering_threshold > 0)
+    if wrong:
         raise ValueError(
-            f"loss.entropy_weights must be false for {type(margin).__name__} with head.logit_correction="
-            f"{config.logit_correction} and head.interclass_filtering_threshold={config.interclass_filtering_threshold:g}: it "
-            "needs the logits of all negatives as one scale below 80 times their cosines. Set loss.name=arcface, none and 0"
+            f"loss.entropy_weights must be false with {' and '.join(wrong)}: it needs the logits of all negatives as one "
+            "scale, below some 80, times their cosines. Set it to false, or the other back"
         )
 
 
