@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gallery_runs import DIM, FACTS, new_images
-from tiny_runs import one_line
+from tiny_runs import error_of, one_line
 
 from deploy.gallery.store import Gallery
 from scripts.deploy import gallery as program
@@ -41,8 +41,7 @@ def test_qdrant_finds_the_same_people_with_the_same_scores(path: Path, tmp_path:
             cosines = [match.cosine for match in expected]
             assert [group.hits[0].score for group in groups] == pytest.approx(cosines, abs=(DIM + 8) * 2.0**-24)
     client.close()
-    assert program.main(["export", str(path), "--to", place]) == 1
-    assert "has a collection 'staff'; delete that" in capsys.readouterr().err
+    assert "has a collection 'staff'; delete that" in error_of(program.main(["export", str(path), "--to", place]), capsys)
 
 
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
@@ -58,9 +57,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
         patch.setattr(qdrant.QdrantClient, "upsert", fail)
         servers = [(where, f"--to: no Qdrant at {where}: ") for where in ("http://127.0.0.1:1", "127.0.0.1:1")]
         for where, says in [(place, "failed: the disk"), *servers]:
-            assert program.main(["export", str(path), "--to", where]) == 1
-            said = capsys.readouterr().err
-            assert says in said and said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+            assert says in error_of(program.main(["export", str(path), "--to", where]), capsys, "exporting: ")
     client = qdrant.QdrantClient(path=place)
     assert not client.collection_exists("staff")
     client.close()

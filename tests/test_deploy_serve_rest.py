@@ -28,7 +28,7 @@ from pictures import jpeg, picture
 from tiny_detectors import picture as photograph
 from tiny_detectors import write_detector
 from tiny_networks import TIMES_MATRIX, write_onnx
-from tiny_runs import ROOT, Started, wait_for
+from tiny_runs import ROOT, Started, error_of, wait_for
 
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery
@@ -397,9 +397,8 @@ def test_what_cannot_be_served_is_one_line(
         more = []
     gallery = ["--gallery", str(tmp_path / "people.gallery")] if says == "no such gallery" else []
     words = [word.replace("{place}", str(place)) for word in more]
-    assert program.main([str(place / "face.onnx"), *SETTINGS, *given, *gallery, *words]) == 1
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1 and said.startswith("error: ") and ASK not in said
+    said = error_of(program.main([str(place / "face.onnx"), *SETTINGS, *given, *gallery, *words]), capsys)
+    assert says in said and ASK not in said
 
 
 def test_what_was_confirmed_before_a_kill_is_there(place: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ import torch
 from pictures import jpeg, picture
 from saving import ALONE, save_now
 from test_eval_main import _write_set
-from tiny_runs import one_line
+from tiny_runs import error_of
 from torch import nn
 
 from backbones import build_backbone
@@ -173,8 +173,7 @@ def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, cap
         ([str(tmp_path / "backbone.pth"), *bare, "--width", "0.5"], "conv1.weight is"),
         ([str(tmp_path), "--targets", "nothing"], "nothing.bin"),
     ]:
-        assert main([*arguments, "--device", "cpu"]) == 1
-        assert message in one_line(capsys)
+        assert message in error_of(main([*arguments, "--device", "cpu"]), capsys)
 
 
 def _check_report(folder: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pictures import jpeg, picture
-from tiny_runs import face, one_line, read_metrics, run_program, run_train, small_run, write_dataset
+from tiny_runs import error_of, face, read_metrics, run_program, run_train, small_run, write_dataset
 
 import train
 from backbones import build_backbone
@@ -107,16 +107,14 @@ def test_a_target_that_cannot_be_scored_is_named_before_training(
     data: Path, tmp_path: Path, targets: str, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ):
     overrides = [f"eval.targets={targets.replace('{}', str(data))}", *more]
-    assert train.main([*small_run(data, tmp_path, *overrides), "--check"]) == 1
-    assert said in one_line(capsys)
+    assert said in error_of(train.main([*small_run(data, tmp_path, *overrides), "--check"]), capsys)
 
 
 def test_without_a_run_the_newest_one_is_scored_and_its_report_goes_into_its_folder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    assert evaluate(["--device", "cpu"]) == 1
-    assert "no run with a checkpoint in work_dirs; name a run folder" in capsys.readouterr().err
+    assert "no run with a checkpoint in work_dirs; name a run folder" in error_of(evaluate(["--device", "cpu"]), capsys)
     (tmp_path / "work_dirs").mkdir()
     for name in ("old", "new"):
         words = ["run.output=work_dirs", f"run.name={name}", "train.max_steps=1", "eval.at_end=false"]

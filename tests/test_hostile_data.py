@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 from pictures import folder_of_people
-from tiny_runs import face, one_line, tiny_run, write_dataset
+from tiny_runs import error_of, face, tiny_run, write_dataset
 
 import train
 from data.datasets import FolderDataset
@@ -33,8 +33,7 @@ def _bin_with(path: Path, image: bytes) -> None:
 def test_a_flat_picture_in_a_verification_set_is_named_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_dataset(tmp_path)
     _bin_with(tmp_path / "tiny.bin", _png(1, 1_000_000))
-    assert train.main(tiny_run(tmp_path, tmp_path)) == 1
-    said = one_line(capsys)
+    said = error_of(train.main(tiny_run(tmp_path, tmp_path)), capsys)
     assert "tiny: image 3: cannot be decoded: an image of 1000000 x 1 pixels, more than 32000 a side" in said
 
 
@@ -103,8 +102,7 @@ def test_folders_in_one_another_without_end_are_an_error(tmp_path: Path, capsys:
     root = folder_of_people(tmp_path / "set", [2])
     deep = root / "person_0" / Path(*40 * ["d"])
     deep.mkdir(parents=True)
-    assert folder_to_rec.main([str(root), str(tmp_path / "out")]) == 1
-    assert "lies more than 32 folders deep" in capsys.readouterr().err
+    assert "lies more than 32 folders deep" in error_of(folder_to_rec.main([str(root), str(tmp_path / "out")]), capsys)
 
 
 def _reading_fails(path: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gallery_runs import write_network, write_people
-from tiny_runs import REAL, ROOT, one_line, run_train, small_run
+from tiny_runs import REAL, ROOT, error_of, run_train, small_run
 
 import train
 from eval.__main__ import main as evaluate
@@ -70,8 +70,7 @@ def test_a_run_folder_with_a_link_out_of_it_or_a_pipe_is_not_resumed_and_nothing
     arguments = small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")
     before = _state(run, tmp_path / "mine")
     for more in ([], ["--check"]):
-        assert train.main([*arguments, *more]) == 1
-        said = one_line(capsys)
+        said = error_of(train.main([*arguments, *more]), capsys)
         what = (
             f"link out of the folder, to {tmp_path / target}; move that here, or" if target else "pipe, a socket or a device;"
         )

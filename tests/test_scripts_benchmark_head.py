@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from dense_reference import DenseHead, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds
-from tiny_runs import one_line, tiny_run
+from tiny_runs import error_of, tiny_run
 
 import train
 from losses import build_margin
@@ -124,8 +124,7 @@ def test_capacity_says_what_moves_in_a_step_where_the_centres_lie_elsewhere(
         (["--placement", "disk", "--card", "h100"], "--placement disk is for --device cpu"),
         (["--placement", "disk", "--memory", "1", "--find"], "--find measures --placement device"),
     ):
-        assert capacity.main([*shared, *wrong]) == 1
-        assert words in capsys.readouterr().err
+        assert words in error_of(capacity.main([*shared, *wrong]), capsys)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +175,7 @@ def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert "or use a smaller backbone\n" in capsys.readouterr().out
     assert capacity.main(["--memory", "0.7", "--backbone", "none", "--batch", "64"]) == 0
     assert "--device cpu counts no libraries of CUDA" in capsys.readouterr().out
-    assert capacity.main(["--memory", "-1"]) == 1
-    assert "--memory must be above 0" in capsys.readouterr().err
+    assert "--memory must be above 0" in error_of(capacity.main(["--memory", "-1"]), capsys)
 
 
 def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[str]):
@@ -185,8 +183,7 @@ def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[st
     assert capacity.main([*arguments, "--card", "rtx4090"]) == 0
     assert "1 process(es) of 23.5 GiB" in capsys.readouterr().out
     for more, said in [(["--card", "v100"], "--card v100 has no bf16"), ([], "--memory is needed")]:
-        assert capacity.main([*arguments, *more]) == 1
-        assert said in one_line(capsys)
+        assert said in error_of(capacity.main([*arguments, *more]), capsys)
     assert capacity.main([*arguments, "--card", "v100", "--precision", "fp16"]) == 0
 
 

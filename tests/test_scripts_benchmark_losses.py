@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from tiny_runs import FORKS, REAL, ROOT, one_line, tiny_run, wait_for, write_dataset
+from tiny_runs import FORKS, REAL, ROOT, error_of, one_line, tiny_run, wait_for, write_dataset
 
 from backbones import build_backbone
 from configs import load_config
@@ -214,8 +214,7 @@ def test_where_nothing_can_be_written_is_said_before_the_first_training(
 )
 def test_a_file_that_holds_no_results_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
     (tmp_path / "known.json").write_text(text, encoding="latin-1")
-    assert losses.main([*_arguments(config, tmp_path / "out"), "--json", str(tmp_path / "known.json")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_of(losses.main([*_arguments(config, tmp_path / "out"), "--json", str(tmp_path / "known.json")]), capsys)
     assert line.startswith("error: --json: ") and "it is no file of results, as this program writes it" in line
     assert (tmp_path / "known.json").read_text(encoding="latin-1") == text and not (tmp_path / "out" / "runs").exists()
 

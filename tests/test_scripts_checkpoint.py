@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from saving import save_now
-from tiny_runs import FEW_IMAGES, one_line, write_dataset
+from tiny_runs import FEW_IMAGES, error_of, write_dataset
 
 from backbones import build_backbone
 from eval import __main__ as evaluation
@@ -120,9 +120,8 @@ def test_a_mean_says_its_network_and_unrelated_trainings_are_named(tmp_path: Pat
     for text in ("[" * 70_000, "3", '{"image_size": 48}', *texts):
         mean.unlink()
         write_tensors(mean, _network().state_dict(), {"network": text})
-        assert evaluation.main(score) == 1
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {mean}: ") and said.count("\n") == 1 and len(said) < 500, said
+        said = error_of(evaluation.main(score), capsys)
+        assert said.startswith(f"error: {mean}: ") and len(said) < 500, said
 
 
 def test_show_names_what_is_there(run_folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -173,8 +172,7 @@ def test_a_path_that_is_easily_mistaken_is_one_line(run_folder: Path, tmp_path: 
         (["merge", run_folder, tmp_path / "folder.pt", "--overwrite"], "folder.pt is a folder; choose another name"),
         (["reshard", run_folder, 2, step], "step_00000007 is a checkpoint itself; choose a run folder"),
     ]:
-        assert checkpoint.main([str(word) for word in arguments]) == 1
-        assert message in one_line(capsys)
+        assert message in error_of(checkpoint.main([str(word) for word in arguments]), capsys)
     assert not (step / "checkpoints").exists()
     shutil.copytree(run_folder / "checkpoints", tmp_path / "copy")
     (tmp_path / "copy").rename(step / "checkpoints")  # what lies in a checkpoint does not hide it

@@ -17,7 +17,7 @@ import torch
 from faulty_disk import Disk, faulty
 from onnx import TensorProto, helper
 from saving import save_now
-from tiny_runs import SHALLOW, one_line
+from tiny_runs import SHALLOW, error_of, one_line
 
 from backbones import build_backbone
 from deploy.card.card import FIELDS, _multiply_adds
@@ -189,8 +189,7 @@ def test_fields_that_are_none_are_named_in_one_line(
     run: Path, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "card.yaml").write_bytes(text.encode("latin-1"))
-    assert _card(run, "--out", tmp_path) == 1
-    said = one_line(capsys)
+    said = error_of(_card(run, "--out", tmp_path), capsys)
     assert says in said and str(tmp_path / "card.yaml") in said and not (tmp_path / "card.md").exists()
 
 
@@ -242,8 +241,7 @@ def test_results_that_are_none_are_named_in_one_line(
     run: Path, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "r.json").write_bytes(text.encode("latin-1"))
-    assert _card(run, "--out", tmp_path / "out", "--results", tmp_path / "r.json") == 1
-    said = one_line(capsys)
+    said = error_of(_card(run, "--out", tmp_path / "out", "--results", tmp_path / "r.json"), capsys)
     assert says in said and str(tmp_path / "r.json") in said
 
 
@@ -309,8 +307,7 @@ def test_results_of_the_moving_average_describe_the_moving_average(
     row = next(row for row in _cells((tmp_path / "plain" / "card.md").read_text()) if row[0].endswith("lfw"))
     assert row[0] == "lfw" and row[3] == f"{100 * results['lfw']['accuracy']:.2f}"
     (tmp_path / "r.json").write_text(json.dumps({"ema/lfw": other}))
-    assert _card(run, "--out", tmp_path / "other", "--results", tmp_path / "r.json") == 1
-    assert "add --ema" in one_line(capsys)
+    assert "add --ema" in error_of(_card(run, "--out", tmp_path / "other", "--results", tmp_path / "r.json"), capsys)
 
 
 def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -359,5 +356,4 @@ def test_a_checkpoint_with_an_arbitrary_configuration_is_one_line_or_a_card(
     sections = {name: {key: {"deep": [None, 1e308, {}]} for key in section} for name, section in CONFIG.items()}
     odd = {**sections, "backbone": CONFIG["backbone"], "run": {"seed": 3}, "data": {"path": "", "source": [1], "sources": 3}}
     assert _card(_save(tmp_path / "odd", odd), "--out", tmp_path / "out") == 0
-    assert _card(_save(tmp_path / "none", {}), "--out", tmp_path / "out") == 1
-    assert "its configuration lacks" in one_line(capsys)
+    assert "its configuration lacks" in error_of(_card(_save(tmp_path / "none", {}), "--out", tmp_path / "out"), capsys)

@@ -14,7 +14,7 @@ import pytest
 from faulty_disk import Disk, faulty
 from test_deploy_faces_crops import _jpeg
 from tiny_detectors import picture, write_detector
-from tiny_runs import one_line
+from tiny_runs import error_of, one_line
 
 from deploy.faces.landmarks import read_landmarks
 from scripts.data.align import main as align_faces
@@ -259,8 +259,7 @@ def test_folders_that_cannot_be_meant(folder: Path, detector: Path, tmp_path: Pa
         (tmp_path / "missing", tmp_path / "out", "no such folder"),
         (folder, detector, "File exists"),
     ):
-        assert _run(first, second, "--detector", detector) == 1
-        assert said in one_line(capsys, "detecting")
+        assert said in error_of(_run(first, second, "--detector", detector), capsys, "detecting")
     _photograph(folder / "none.jpg")
     assert _run(folder, tmp_path / "out", "--detector", detector) == 1
     assert "its face and the face of none.jpg would be the same file" in one_line(capsys, "detecting")

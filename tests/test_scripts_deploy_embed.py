@@ -26,7 +26,7 @@ from faulty_disk import Disk, faulty
 from pictures import png_of
 from tiny_detectors import picture, write_detector
 from tiny_networks import MEAN_COLOUR, write_onnx
-from tiny_runs import Started, one_line, wait_for
+from tiny_runs import Started, error_of, one_line, wait_for
 
 from backbones import build_backbone
 from data.recordio.image_record import RecordSetWriter
@@ -406,8 +406,7 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     assert _run(weights, crops, out) == 1
     assert "f.npy exists already; choose another name, or --again to replace it" in one_line(capsys, "embedding")
     (tmp_path / "f.npy.unfinished").write_text("mine\n")
-    assert _run(weights, crops, out, "--again") == 1
-    assert "f.npy.unfinished: is no file of this program" in one_line(capsys, "embedding")
+    assert "f.npy.unfinished: is no file of this program" in error_of(_run(weights, crops, out, "--again"), capsys, "embedding")
     assert out.read_text() == "mine" and (tmp_path / "f.npy.unfinished").read_text() == "mine\n"
     (tmp_path / "f.npy.unfinished").unlink()
     for again in (["--again"], []):  # a run that fails at once does not make the next one replace the result
@@ -418,11 +417,9 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     assert _run(weights, crops, tmp_path / "k.npy") == 1
     assert "k.csv exists already; choose another name" in one_line(capsys, "embedding")
     assert (tmp_path / "k.csv").read_text() == "mine" and not (tmp_path / "k.npy").exists()
-    assert _run(weights, crops, tmp_path / "f.txt") == 1
-    assert "must end in .parquet or .npy" in one_line(capsys, "embedding")
+    assert "must end in .parquet or .npy" in error_of(_run(weights, crops, tmp_path / "f.txt"), capsys, "embedding")
     (tmp_path / "g.npy").mkdir()
-    assert _run(weights, crops, tmp_path / "g.npy") == 1
-    assert "g.npy is a folder; name a file" in one_line(capsys, "embedding")
+    assert "g.npy is a folder; name a file" in error_of(_run(weights, crops, tmp_path / "g.npy"), capsys, "embedding")
     assert _run(weights, tmp_path / "missing", tmp_path / "h.npy") == 1
     assert "no such folder" in one_line(capsys, "embedding") and not (tmp_path / "h.npy.unfinished").exists()
 
@@ -432,8 +429,7 @@ def test_a_second_run_on_the_same_file_is_refused(
 ):
     with open(tmp_path / "f.npy.unfinished", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert _run(weights, crops, tmp_path / "f.npy") == 1
-        assert "f.npy is in use by another run" in one_line(capsys, "embedding")
+        assert "f.npy is in use by another run" in error_of(_run(weights, crops, tmp_path / "f.npy"), capsys, "embedding")
     assert _run(weights, crops, tmp_path / "f.npy") == 0
 
 
@@ -463,8 +459,7 @@ def _onnx(path: Path, factor: float) -> Path:
 def test_embeddings_that_are_not_finite_or_zero_are_rejected(tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]):
     for number, bias in enumerate((float("nan"), float("inf"), 0.0)):
         network = _onnx(tmp_path / f"{number}.onnx", bias)
-        assert _run(network, crops, tmp_path / f"f{number}.npy", "--processes", 1, flags=[]) == 1
-        said = one_line(capsys, "embedding")
+        said = error_of(_run(network, crops, tmp_path / f"f{number}.npy", "--processes", 1, flags=[]), capsys, "embedding")
         assert "no face in any of 26 pictures; the first, alone.png, the network has no finite embedding of face 0" in said
         assert not (tmp_path / f"f{number}.npy").exists()
     assert _run(_onnx(tmp_path / "sound.onnx", 2.0), crops, tmp_path / "f.npy", "--processes", 1, flags=[]) == 0

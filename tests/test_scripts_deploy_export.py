@@ -25,7 +25,7 @@ from faulty_disk import Disk, faulty
 from pictures import jpeg, picture
 from safetensors.torch import load_file
 from test_scripts_deploy_embed import _rows
-from tiny_runs import ROOT, one_line, small_run, write_dataset
+from tiny_runs import ROOT, error_of, one_line, small_run, write_dataset
 from torch import Tensor, nn
 
 import backbones
@@ -219,8 +219,7 @@ def test_the_newest_run_and_the_form_of_the_name_are_taken(
     for name in ("net.onnx", "net.pt2"):
         assert export(["--out", name]) == 0
         assert "work_dirs/run" in capsys.readouterr().out and (tmp_path / name).stat().st_size > 0
-    assert export(["--out", "net.bin"]) == 1
-    assert "the name of the file must end in .onnx, .pt2 or .xml, got net.bin" in capsys.readouterr().err
+    assert "the name of the file must end in .onnx, .pt2 or .xml, got net.bin" in error_of(export(["--out", "net.bin"]), capsys)
 
 
 def _scores(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -257,8 +256,7 @@ def test_a_file_that_takes_bytes_has_the_scores_of_its_run(source: Path, capsys:
     assert _scores(capsys, str(source / "ema.onnx"), *sets) == _scores(capsys, str(source / "run"), "--ema", *sets) != expected
     assert json.loads((source / "ema.json").read_text())["contract"]["step"] == "45 (moving average)"
     for flag, value in (("--colour", "bgr"), ("--input-mean", "127.5"), ("--input-std", "128"), ("--image-size", "112")):
-        assert evaluate([str(source / "bytes.onnx"), *sets, flag, value]) == 1
-        assert f"{flag} must be " in one_line(capsys, *PROGRESS)
+        assert f"{flag} must be " in error_of(evaluate([str(source / "bytes.onnx"), *sets, flag, value]), capsys, *PROGRESS)
 
 
 def test_a_file_knows_its_colour_order_and_scale(toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -428,8 +426,7 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
     words, data = [*toy, "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")], tmp_path / "out" / "net.onnx.data"
     data.parent.mkdir()
     data.write_bytes(b"mine")
-    assert export(words) == 1
-    assert f"{data} exists; add --overwrite" in one_line(capsys, *PROGRESS)
+    assert f"{data} exists; add --overwrite" in error_of(export(words), capsys, *PROGRESS)
     assert _left(tmp_path / "out") == ["net.onnx.data"] and data.read_bytes() == b"mine"
     assert export([*words, "--overwrite"]) == 0
     assert _left(tmp_path / "out") == ["net.onnx", "net.onnx.data"]
@@ -550,8 +547,7 @@ def test_what_is_no_network_of_this_project_is_one_line(
         ([str(source / "tiny.bin"), "--backbone", "r18"], "tiny.bin"),
         ([str(source / "tiny.bin"), "--backbone", "r17"], "r17"),
     ):
-        assert export([*words, *out]) == 1
-        assert said in one_line(capsys, *PROGRESS)
+        assert said in error_of(export([*words, *out]), capsys, *PROGRESS)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert export([str(source / "run"), *out]) == 1
     assert f"--to onnx needs onnxscript: {sys.executable} -m pip install" in one_line(capsys, *PROGRESS)

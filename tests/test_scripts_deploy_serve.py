@@ -26,7 +26,7 @@ import torch
 from pictures import jpeg, picture, png_of
 from test_deploy_serve_rest import _embeddings
 from tiny_networks import TIMES_MATRIX, write_onnx
-from tiny_runs import wait_for
+from tiny_runs import error_of, wait_for
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import Detector, Face
@@ -561,8 +561,7 @@ def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
     monkeypatch.setattr(page_server, "PageServer", lambda port, answers, *more: served.append(answers) or _Interrupted())
     assert program.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
     assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery is not None
-    assert program.main([*SETTINGS]) == 1
-    assert "no run with a checkpoint in work_dirs; name a run folder" in capsys.readouterr().err
+    assert "no run with a checkpoint in work_dirs; name a run folder" in error_of(program.main([*SETTINGS]), capsys)
 
 
 class _Interrupted:
@@ -601,9 +600,8 @@ def test_the_results_of_the_run_that_is_the_network_are_found(place: Path, tmp_p
 def test_missing_packages_are_one_line(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "deploy.serve.server")
-    assert program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 1
-    said = capsys.readouterr().err
-    assert "pip install starlette uvicorn" in said and said.count("\n") == 1
+    said = error_of(program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]), capsys)
+    assert "pip install starlette uvicorn" in said
 
 
 def test_a_threshold_that_no_pair_could_measure_is_not_offered(answers: Answers):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from matplotlib.figure import Figure
-from tiny_runs import one_line
+from tiny_runs import error_of, one_line
 
 from eval.verification import fuse_views, verify
 from scripts.eval import compare_runs
@@ -91,8 +91,7 @@ def test_the_thinned_curve_lies_on_the_whole_one(tmp_path: Path):
 
 
 def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert compare_runs.main([str(tmp_path)]) == 1
-    assert "neither metrics.jsonl nor results.json" in capsys.readouterr().err
+    assert "neither metrics.jsonl nor results.json" in error_of(compare_runs.main([str(tmp_path)]), capsys)
 
 
 NO_RESULTS = (

@@ -26,6 +26,7 @@ from tiny_runs import (
     ROOT,
     Started,
     equal_weights,
+    error_of,
     face,
     one_line,
     read_metrics,
@@ -165,8 +166,7 @@ def test_a_failed_evaluation_names_its_set_and_loses_nothing(
 
     monkeypatch.setattr(monitor, "evaluate", broken)
     overrides = ["eval.every=6", "checkpoint.every=0"]
-    assert train.main(small_run(dataset, tmp_path, *overrides)) == 1
-    assert "evaluation of tiny: image 3" in capsys.readouterr().err
+    assert "evaluation of tiny: image 3" in error_of(train.main(small_run(dataset, tmp_path, *overrides)), capsys)
     assert [path.name for path in list_checkpoints(tmp_path / "tiny")] == ["step_00000006"]
     monkeypatch.setattr(monitor, "evaluate", whole)
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 0
@@ -249,8 +249,7 @@ def test_a_set_that_is_called_as_training_is_in_the_metrics_is_refused_by_its_fi
 ):
     taken, free = tmp_path / "train.bin", tmp_path / "trained.bin"
     taken.write_bytes((dataset / "tiny.bin").read_bytes())
-    assert train.main(small_run(dataset, tmp_path, f"eval.targets=[tiny, {taken}]", "train.max_steps=1")) == 1
-    (error,) = capsys.readouterr().err.splitlines()
+    error = error_of(train.main(small_run(dataset, tmp_path, f"eval.targets=[tiny, {taken}]", "train.max_steps=1")), capsys)
     assert error.startswith(f"error: eval.targets: {taken} must not be called 'train'") and error.endswith("; rename it")
     assert not (tmp_path / "tiny").exists()
     taken.rename(free)
@@ -292,8 +291,7 @@ def test_a_head_that_does_not_fit_ends_before_training_with_what_would(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     free = available_bytes(World(0, 1, 0, 1, torch.device("cpu")))
-    assert train.main(small_run(dataset, tmp_path, *_classes(int(1.3 * free / BYTES_PER_CLASS)))) == 1
-    said = one_line(capsys)
+    said = error_of(train.main(small_run(dataset, tmp_path, *_classes(int(1.3 * free / BYTES_PER_CLASS)))), capsys)
     assert said.startswith("error: head: ") and re.search(
         r"in head.storage=exact need [\d.]+ GiB each beside [\d.]+ GiB of the backbone, but [\d.]+ GiB are free", said
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import FEW_IMAGES, NUM_CLASSES, REAL, ROOT, command_of, face, run_train, small_run, write_dataset
+from tiny_runs import FEW_IMAGES, NUM_CLASSES, REAL, ROOT, command_of, error_of, face, run_train, small_run, write_dataset
 
 import train
 from data.recordio.image_record import RecordWriter, pack
@@ -130,8 +130,7 @@ def test_a_run_does_not_go_on_with_other_labels_but_does_with_a_copy(
     assert train.main(again) == 0
     _write_labels(copy, 5)
     capsys.readouterr()
-    assert train.main([*again, "train.max_steps=8"]) == 1
-    (error,) = capsys.readouterr().err.splitlines()
+    error = error_of(train.main([*again, "train.max_steps=8"]), capsys)
     assert re.search(r"the labels of the data .* have changed since .*; train on the original data, or", error), error
     assert "init.backbone" in error
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rounding import FP32_UNIT, network_bound
 from safetensors.torch import load_file, save_file
-from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, one_line, read_metrics, run_train, write_old_and_new
+from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, error_of, face, read_metrics, run_train, write_old_and_new
 from tiny_runs import tiny_run as run_of
 
 import train
@@ -204,8 +204,7 @@ def test_other_frozen_parts_are_no_way_to_resume(source: Path, tmp_path: Path, c
     """Blocks 1 and 2 of layer3 of an r50 are alike: one's moments would fit the other."""
     run = tiny_run(source / "data", tmp_path, *SHORT, "backbone.name=r50", "backbone.width=0.0625")
     assert train.main([*run, "train.max_steps=1", "backbone.freeze=[layer3.1]"]) == 0
-    assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.2]"]) == 1
-    error = capsys.readouterr().err
+    error = error_of(train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.2]"]), capsys)
     assert "layer3.1.bn1.bias did not train then and does here; set backbone.freeze to what it was" in error
     assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.1.conv1, layer3.1]"]) == 0
 
@@ -264,8 +263,7 @@ def test_a_mistake_is_one_line(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ):
     words = [text.replace("RUN", str(source / "tiny")).replace("MORE", str(source / "more")) for text in overrides]
-    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *words)) == 1
-    assert message in one_line(capsys)
+    assert message in error_of(train.main(tiny_run(source / "data", tmp_path, *SHORT, *words)), capsys)
 
 
 def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
@@ -284,8 +282,7 @@ def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
         ([f"init.backbone={run}", f"init.head={tmp_path / 'zero.pt'}"], "zero.pt the centre of label 7 is zero or not finite"),
         ([f"init.backbone={run}", f"init.head={tmp_path / 'inf.pt'}"], "inf.pt the centre of label 7 is zero or not finite"),
     ]:
-        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
-        assert message in one_line(capsys)
+        assert message in error_of(train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)), capsys)
 
 
 def test_files_of_another_kind_are_one_line_that_names_the_key(
@@ -319,8 +316,7 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
         ("head", source / "data", "no complete checkpoint at"),
     ]:
         init = [f"init.{key}={value}"] + ([f"init.backbone={run}"] if key == "head" else [])
-        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
-        error = one_line(capsys)
+        error = error_of(train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)), capsys)
         assert error.startswith(f"error: init.{key}: ") and message in error, error
         assert len(error) < 600, error
     assert tool.main(["merge", str(tmp_path / "no_identity"), str(tmp_path / "out.pt")]) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import equal_weights, final_weights, run_train, small_run
+from tiny_runs import equal_weights, error_of, final_weights, run_train, small_run
 
 import train
 from scripts import checkpoint
@@ -61,7 +61,6 @@ def test_a_checkpoint_of_a_loss_with_other_numbers_is_refused(
     ):
         capsys.readouterr()
         changed = ["loss.name=uniface", change, "train.max_steps=2"]
-        assert train.main(small_run(dataset, tmp_path, *overrides, *changed)) == 1
-        error = capsys.readouterr().err
+        error = error_of(train.main(small_run(dataset, tmp_path, *overrides, *changed)), capsys)
         assert f"the saved margin has threshold, threshold_momentum, that of this run's loss has {numbers}; set the" in error
         assert "set the section loss and the optimizer of the class centres to what they were, or start a new run" in error

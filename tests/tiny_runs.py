@@ -328,6 +328,12 @@ def one_line(capsys: pytest.CaptureFixture[str], *passed: str) -> str:
     return said[0]
 
 
+def error_of(status: int, capsys: pytest.CaptureFixture[str], *passed: str) -> str:
+    """Return the `one_line` of a program that has ended with this status, which must be 1."""
+    assert status == 1
+    return one_line(capsys, *passed)
+
+
 def wait_for(holds: Callable[[], object], timeout: float = 60, process: "subprocess.Popen | None" = None) -> None:
     """Wait for what a process is to do, if one is given, while it runs."""
     end = time.monotonic() + timeout
