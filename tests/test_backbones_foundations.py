@@ -9,7 +9,7 @@ import pytest
 import torch
 from real_timm import timm  # noqa: F401, a fixture
 from safetensors.torch import save_file
-from tiny_runs import run_train, small_run, write_dataset
+from tiny_runs import ended_well, run_train, small_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -263,8 +263,7 @@ def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_o
 
     Path(config).write_text(Path(config).read_text().replace("width: 0.125, ", ""))  # which this network lacks
     assert train.main([config, *given, "run.name=one"]) == 0
-    done = run_train(2, [config, *given, "run.name=two"])
-    assert done.returncode == 0, done.stderr
+    ended_well(run_train(2, [config, *given, "run.name=two"]))
     one, two = (read_file(list_checkpoints(tmp_path / name)[-1], BACKBONE) for name in ("one", "two"))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rounding import bf16_half_step
 from test_backbones import BATCH_NORM, _on_meta, _shapes
-from tiny_runs import Started, equal_weights, final_weights, run_program, tiny_run, write_dataset
+from tiny_runs import Started, ended_well, equal_weights, final_weights, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -289,8 +289,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     adamw = ["optimizer.name=adamw", "optimizer.lr=0.001"]
     common = ["backbone.name=vit_t", "backbone.width=0.0625", "backbone.embedding_size=16", *shares, *length, *adamw]
     whole = tiny_run(folder, folder, *common, "run.name=whole")
-    done = run_program(_train_and_note_masks, [whole] * 2)
-    assert done.returncode == 0, done.stderr
+    ended_well(run_program(_train_and_note_masks, [whole] * 2))
     broken = tiny_run(folder, folder, *common, "run.name=broken")
     (folder / "output").mkdir()
     started, metrics = Started(_train_and_note_masks, [broken] * 2, folder / "output"), folder / "broken" / "metrics.jsonl"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import REAL, ROOT, command_of, equal_weights, run_train, small_run, wait_for
+from tiny_runs import REAL, ROOT, command_of, ended_well, equal_weights, run_train, small_run, wait_for
 
 from configs import load_config
 from data.augment import prepare
@@ -149,8 +149,7 @@ _LONG = ["train.epochs=400", "data.prefetch=1", "eval.targets=[]", "checkpoint.e
 def test_training_whose_fork_decodes_has_the_bits_of_one_whose_threads_do(dataset: Path, tmp_path: Path, num_processes: int):
     for decoders in ("threads", "process"):
         overrides = ["train.max_steps=9", f"data.decoders={decoders}", "augment.crop=0.5", "eval.targets=[]"]
-        done = run_train(num_processes, small_run(dataset, tmp_path, *overrides, f"run.name={decoders}"))
-        assert done.returncode == 0, done.stderr
+        ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, f"run.name={decoders}")))
     equal_weights(tmp_path / "threads", tmp_path / "process")
 
 

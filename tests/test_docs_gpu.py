@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tiny_runs import ROOT, run_program, small_run
+from tiny_runs import ROOT, ended_well, run_program, small_run
 
 import train
 import training
@@ -88,8 +88,7 @@ def test_the_page_names_the_threads_and_process_groups_of_a_training(dataset: Pa
     # block order, in which there is reading ahead
     overrides = ["data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5", "checkpoint.every=9"]
     arguments = small_run(dataset, tmp_path, *overrides)
-    done = run_program(_train_and_note, [arguments] * 2)
-    assert done.returncode == 0, done.stderr
+    ended_well(run_program(_train_and_note, [arguments] * 2))
     found = [json.loads((tmp_path / f"found {rank}.json").read_text()) for rank in range(2)]
     groups = [row[1].strip("`") for row in _table("process group")]
     assert found[0]["groups"] == found[1]["groups"] and sorted(found[0]["groups"]) == sorted(groups)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pictures import jpeg, picture
-from tiny_runs import error_of, face, read_metrics, run_program, run_train, small_run, write_dataset
+from tiny_runs import ended_well, error_of, face, read_metrics, run_program, run_train, small_run, write_dataset
 
 import train
 from backbones import build_backbone
@@ -55,8 +55,7 @@ def _targets(data: Path) -> list[str]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_offline_all_protocols_stand_in_one_report(data: Path, tmp_path: Path, processes: int):
     words = [str(data / "backbone.pth"), *SMALL, "--data", str(data), "--report", str(tmp_path / "report")]
-    done = run_program(evaluate, [[*words, "--targets", *_targets(data)]] * processes)
-    assert done.returncode == 0, done.stderr
+    done = ended_well(run_program(evaluate, [[*words, "--targets", *_targets(data)]] * processes))
     assert "tiny: " in done.stdout
     assert {line.split()[0] for line in done.stdout.splitlines() if "tar@1e-1" in line} >= {"ijbc"}
     found = json.loads((tmp_path / "report" / "results.json").read_text())
@@ -75,8 +74,7 @@ def test_offline_all_protocols_stand_in_one_report(data: Path, tmp_path: Path, p
 @pytest.mark.parametrize("processes", [1, 2])
 def test_in_training_every_protocol_is_logged_and_one_ranks_the_checkpoints(data: Path, tmp_path: Path, processes: int):
     overrides = [f"eval.targets=[{', '.join(_targets(data))}]", "eval.metric=rank_1", "train.max_steps=3", "eval.every=2"]
-    done = run_train(processes, small_run(data, tmp_path, *overrides))
-    assert done.returncode == 0, done.stderr
+    ended_well(run_train(processes, small_run(data, tmp_path, *overrides)))
     run = tmp_path / "tiny"
     found = json.loads((run / "results.json").read_text())
     assert list(found) == ["tiny", "ijbc", "faces"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import network_bound
-from tiny_runs import IRESNET, Started, read_metrics, run_train, tiny_run
+from tiny_runs import IRESNET, Started, ended_well, read_metrics, run_train, tiny_run
 
 import train
 
@@ -25,8 +25,7 @@ def test_two_ranks_have_the_losses_of_one(dataset: Path, tmp_path: Path):
     for ranks in (1, 2):
         # frozen statistics, which two ranks share; a small rate, because these normalise nothing and amplify rounding errors
         fixed = ["run.device=cuda", "backbone.freeze_norm=true", "optimizer.lr=1e-3", IRESNET, f"run.name=n{ranks}"]
-        done = run_train(ranks, tiny_run(dataset, tmp_path, *fixed, f"train.max_steps={STEPS}", "eval.targets=[]"))
-        assert done.returncode == 0, done.stderr
+        ended_well(run_train(ranks, tiny_run(dataset, tmp_path, *fixed, f"train.max_steps={STEPS}", "eval.targets=[]")))
         losses.append([record["loss"] for record in read_metrics(tmp_path / f"n{ranks}").values()])
     assert len(losses[0]) == STEPS
     assert losses[0] == pytest.approx(losses[1], abs=STEPS**0.5 * 16 * network_bound())  # 16 is loss.scale

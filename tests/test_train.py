@@ -25,6 +25,7 @@ from tiny_runs import (
     NUM_CLASSES,
     ROOT,
     Started,
+    ended_well,
     equal_weights,
     error_of,
     face,
@@ -74,8 +75,7 @@ def _train_and_look_for_the_compiler(arguments: list[str]) -> int:
 def test_no_process_imports_the_compiler_of_torch(dataset: Path, tmp_path: Path, num_processes: int, optimizer: str):
     overrides = [f"optimizer.name={optimizer}", "optimizer.lr=1e-3", "train.max_steps=3", "eval.every=2", "checkpoint.every=2"]
     arguments = small_run(dataset, tmp_path, *overrides)
-    done = run_program(_train_and_look_for_the_compiler, [arguments] * num_processes)
-    assert done.returncode == 0, done.stderr
+    ended_well(run_program(_train_and_look_for_the_compiler, [arguments] * num_processes))
 
 
 def _moved(run: Path) -> torch.Tensor:
@@ -110,8 +110,7 @@ def test_losses_are_those_of_one_process_and_one_batch_with_frozen_statistics(
     losses = []
     for name, processes, micro_batches in (("one", 1, 1), ("other", num_processes, accumulation)):
         more = [f"run.name={name}", f"train.accumulation={micro_batches}"]
-        done = run_train(processes, small_run(dataset, tmp_path, *overrides, *more))
-        assert done.returncode == 0, done.stderr
+        ended_well(run_train(processes, small_run(dataset, tmp_path, *overrides, *more)))
         losses.append([record["loss"] for record in read_metrics(tmp_path / name).values()])
     assert len(losses[0]) == steps
     assert losses[0] == pytest.approx(losses[1], abs=steps**0.5 * LOSS_BOUND)
@@ -192,8 +191,7 @@ def test_a_new_best_evaluation_is_saved_whatever_checkpoint_every_says(dataset: 
     """Best in what was asked; on two processes, and with one in the next test. The pairs are of nobody, so that EERs differ."""
     write_bin(tmp_path / "odd.bin", [face(image * image, image) for image in range(80)], [bool(pair % 2) for pair in range(40)])
     overrides = ["eval.metric=eer", "eval.every=3", "checkpoint.every=0", "checkpoint.keep_last=99", "optimizer.lr=0.2"]
-    done = run_train(2, small_run(dataset, tmp_path, *overrides, f"eval.targets=[{tmp_path / 'odd.bin'}]"))
-    assert done.returncode == 0, done.stderr
+    ended_well(run_train(2, small_run(dataset, tmp_path, *overrides, f"eval.targets=[{tmp_path / 'odd.bin'}]")))
     errors = {step: record["eer"] for step, record in read_metrics(tmp_path / "tiny", "odd").items()}
     steps = sorted(errors)
     new_best = [step for place, step in enumerate(steps) if all(errors[step] < errors[other] for other in steps[:place])]

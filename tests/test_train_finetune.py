@@ -10,7 +10,7 @@ import pytest
 import torch
 from rounding import FP32_UNIT, network_bound
 from safetensors.torch import load_file, save_file
-from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, error_of, face, read_metrics, run_train, write_old_and_new
+from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, ended_well, error_of, face, read_metrics, run_train, write_old_and_new
 from tiny_runs import tiny_run as run_of
 
 import train
@@ -37,8 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `data`, a run `tiny` on it by two processes, and `more`: its people and three new ones."""
     folder = tmp_path_factory.mktemp("source")
     write_old_and_new(folder)
-    done = run_train(2, tiny_run(folder / "data", folder, "eval.targets=[]"))
-    assert done.returncode == 0, done.stderr
+    ended_well(run_train(2, tiny_run(folder / "data", folder, "eval.targets=[]")))
     return folder
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_networks import TIMES_MATRIX, write_onnx
-from tiny_runs import IRESNET, equal_weights, error_of, face, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import IRESNET, ended_well, equal_weights, error_of, face, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from backbones import build_backbone
@@ -132,8 +132,7 @@ def test_two_processes_begin_with_another_run_of_that_size_and_see_new_people_at
     (tmp_path / "map.txt").write_text("".join(f"{label} {label}\n" for label in range(6)))  # the others are new
     init = [f"init.{key}={source / 'small'}" for key in ("backbone", "head")] + [f"init.classes={tmp_path / 'map.txt'}"]
     few = ["train.max_steps=1", "eval.targets=[]", f"data.image_size={SIZE}", "run.name=tuned", "backbone.se=true"]
-    done = run_train(2, tiny_run(source / "data", tmp_path, IRESNET, *init, *few))
-    assert done.returncode == 0, done.stderr
+    ended_well(run_train(2, tiny_run(source / "data", tmp_path, IRESNET, *init, *few)))
     assert "class centres: 6 kept, 6 from images" in (tmp_path / "tuned" / "train.log").read_text()
 
 

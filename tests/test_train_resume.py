@@ -20,6 +20,7 @@ from tiny_runs import (
     REAL,
     Started,
     command_of,
+    ended_well,
     equal_weights,
     one_line,
     read_metrics,
@@ -87,13 +88,11 @@ def test_a_checkpoint_of_the_older_layout_goes_on_to_the_same_bits(dataset: Path
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_path: Path):
     """Of two processes; test_kills_at_random_moments_lose_no_checkpoint kills one."""
     overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.max_steps=12", "eval.every=6", IRESNET, *AUGMENTED]
-    assert run_train(2, small_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    ended_well(run_train(2, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     broken = small_run(dataset, tmp_path, *overrides, "run.name=broken")
     kill_after = random.Random(time.time_ns()).randint(5, 9)  # 12 steps in all
     _run_and_kill(2, broken, tmp_path / "broken" / "metrics.jsonl", kill_after)
-    resumed = run_train(2, broken)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed from" in resumed.stdout
+    assert "resumed from" in ended_well(run_train(2, broken)).stdout
     equal_weights(tmp_path / "whole", tmp_path / "broken", f"killed after {kill_after} records:")
     assert read_metrics(tmp_path / "whole")[12]["loss"] == read_metrics(tmp_path / "broken")[12]["loss"]
 
@@ -128,13 +127,13 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
 ):
     """SIGTERM, or SIGUSR1 to one of three processes: all save at the same step, long before the next checkpoint is due."""
     overrides = ["head.sample_rate=0.5", "train.max_steps=12", "train.batch_size=12", "eval.targets=[]", "checkpoint.every=0"]
-    assert run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     done = run_program(_told_to_stop_in_step_5, [stopped] * num_processes)
     (saved,) = [step_of(path) for path in list_checkpoints(tmp_path / "stopped")]
     assert saved in ((6,) if num_processes == 1 else (6, 7)) and done.returncode == 75, done.stderr
     assert f"saved after step {saved} of 12" in done.stderr
-    assert run_train(num_processes, stopped).returncode == 0
+    ended_well(run_train(num_processes, stopped))
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -142,7 +141,7 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
     """A terminal sends SIGINT to what it started; torchrun passes it on to its workers."""
     overrides = [REAL, "head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
-    assert run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
         wait_for(lambda: _count_lines(tmp_path / "stopped" / "metrics.jsonl") >= 3, 120, process)
@@ -154,7 +153,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_pa
     if num_processes == 1:
         assert process.returncode == 130 and "Traceback" not in said, said
     assert "train.py" not in said.replace("error", ""), said  # of a worker's traceback
-    assert run_train(num_processes, stopped).returncode == 0
+    ended_well(run_train(num_processes, stopped))
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -428,7 +427,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_warning(
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_checkpoint_is_saved_whenever_its_minutes_are_over(dataset: Path, tmp_path: Path, num_processes: int):
     overrides = ["eval.targets=[]", "checkpoint.every=0", "checkpoint.keep_last=99", "checkpoint.every_minutes=1e-5"]
-    assert run_train(num_processes, small_run(dataset, tmp_path, *overrides)).returncode == 0
+    ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides)))
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == list(range(1, 16))
 
 
@@ -437,11 +436,10 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path,
     """2 -> 3 -> 1 with all classes and frozen statistics: the global batches are the same, and so is their mean loss."""
     overrides = ["eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=1e-4", "train.batch_size=12", IRESNET]
     whole = small_run(dataset, tmp_path, *overrides, "train.max_steps=9", "schedule.power=0", "run.name=whole")
-    assert run_train(2, whole).returncode == 0
+    ended_well(run_train(2, whole))
     for num_processes, steps in ((2, 3), (3, 6), (1, 9)):
         moved = small_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "schedule.power=0", "run.name=moved")
-        done = run_train(num_processes, moved)
-        assert done.returncode == 0, done.stderr
+        ended_well(run_train(num_processes, moved))
     expected, got = (read_metrics(tmp_path / name) for name in ("whole", "moved"))
     assert sorted(got) == sorted(expected) == list(range(1, 10))
     for step in expected:

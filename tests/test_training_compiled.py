@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from rounding import network_bound
-from tiny_runs import ROOT, final_weights, read_metrics, run_program, run_train, tiny_run
+from tiny_runs import ROOT, ended_well, final_weights, read_metrics, run_program, run_train, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -34,8 +34,7 @@ def test_the_compiled_network_trains_as_the_network_itself(dataset: Path, tmp_pa
     runs = []
     for mode in ("off", "default"):
         arguments = tiny_run(dataset, tmp_path, *SETTINGS, f"run.name={mode}", f"train.compile={mode}")
-        done = run_program(train.main, [arguments] * 2, timeout=600)
-        assert done.returncode == 0, done.stderr
+        done = ended_well(run_program(train.main, [arguments] * 2, timeout=600))
         assert ("torch.compile in mode default" in done.stdout + done.stderr) == (mode == "default")
         runs.append(tmp_path / mode)
     cache = tmp_path / "cache"

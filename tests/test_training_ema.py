@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import read_metrics, run_train, small_run, tiny_run
+from tiny_runs import ended_well, read_metrics, run_train, small_run, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -71,8 +71,7 @@ def test_the_saved_average_is_that_of_a_loop_after_a_break_and_with_another_numb
     assert train.main(_constant(dataset, tmp_path, 4, "whole")) == 0
     ends = [read_file(list_checkpoints(tmp_path / name)[-1], EMA) for name in ("broken", "whole")]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-    ended = run_train(3, _constant(dataset, tmp_path, 4, "moved"))
-    assert ended.returncode == 0, ended.stderr
+    ended = ended_well(run_train(3, _constant(dataset, tmp_path, 4, "moved")))
     assert f"moving average of the backbone: decay {DECAY}; it goes on after 2 steps" in ended.stdout
     _check_average(tmp_path / "moved", 4)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import run_program, small_run
+from tiny_runs import ended_well, run_program, small_run
 from torch import nn
 
 import train
@@ -47,14 +47,12 @@ def train_with_an_average(arguments: list[str]) -> int:
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_further_file_of_a_checkpoint_is_saved_and_loaded(dataset: Path, tmp_path: Path, num_processes: int):
     arguments = small_run(dataset, tmp_path, "eval.targets=[]", "checkpoint.every=2", "train.max_steps=4")
-    ended = run_program(train_with_an_average, [arguments] * num_processes)
-    assert ended.returncode == 0, ended.stderr
+    ended_well(run_program(train_with_an_average, [arguments] * num_processes))
     first, newest = list_checkpoints(tmp_path / "tiny")
     assert [int(read_file(path, NAME)["saves"]) for path in (first, newest)] == [1, 2]
     assert read_file(newest, NAME)["mean"] == read_backbone(newest)[FIRST].mean()
     shutil.rmtree(newest)
-    ended = run_program(train_with_an_average, [arguments] * num_processes)
-    assert ended.returncode == 0, ended.stderr
+    ended_well(run_program(train_with_an_average, [arguments] * num_processes))
     assert int(read_file(list_checkpoints(tmp_path / "tiny")[-1], NAME)["saves"]) == 2  # it went on from 1
 
 

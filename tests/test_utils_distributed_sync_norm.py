@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rounding import network_bound
-from tiny_runs import IRESNET, read_metrics, run_train, tiny_run
+from tiny_runs import IRESNET, ended_well, read_metrics, run_train, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -90,8 +90,7 @@ def test_a_run_with_synchronised_statistics_is_the_same_on_any_number_of_process
         if count == 1:
             assert train.main(arguments) == 0
         else:
-            ended = run_train(count, arguments)
-            assert ended.returncode == 0, ended.stderr
+            ended_well(run_train(count, arguments))
         losses[count] = read_metrics(tmp_path / f"n{count}")[1]["loss"]
         weights[count] = read_backbone(list_checkpoints(tmp_path / f"n{count}")[-1])
     bound = 16 * network_bound()  # a logit is 16, the scale, times a cosine, which is a product of outputs

@@ -169,6 +169,12 @@ def run_program(
         return Started(main, arguments, Path(folder)).wait(timeout)
 
 
+def ended_well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Return what a run said, which must have ended with status 0."""
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def run_file(arguments: list[str]) -> int:
     """Run a file of Python, the first argument, as a program of its own: a `main` for `Started` and `run_program`."""
     sys.argv = arguments
