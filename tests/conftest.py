@@ -143,6 +143,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect the figures of matplotlib that are saved; they are still written."""
+    found: list[Any] = []
+    kind = importlib.import_module("matplotlib.figure").Figure
+    save = kind.savefig
+    monkeypatch.setattr(kind, "savefig", lambda figure, *given, **named: found.append(figure) or save(figure, *given, **named))
+    return found
+
+
 def some(cases: Iterable[Any], every: int) -> list[Any]:
     """Return one case of so many, from the first on; all with FACE_THOROUGH=1. CI has twenty minutes for everything."""
     return list(cases)[:: 1 if os.environ.get("FACE_THOROUGH") else every]

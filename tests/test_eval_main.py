@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from pictures import jpeg, picture
 from saving import save_now
 from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
@@ -265,15 +264,7 @@ def test_each_pair_of_a_gallery_stands_under_its_caption_with_a_gap_to_the_next(
         assert shown >= 2
 
 
-def test_a_set_has_one_colour_in_all_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    figures: list[Any] = []
-    save = Figure.savefig
-
-    def spy(figure: Figure, *arguments: Any, **options: Any) -> None:
-        figures.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
+def test_a_set_has_one_colour_in_all_pictures(tmp_path: Path, figures: list[Any]):
     paths = [str(_write_set(tmp_path / f"{name}.bin", right=False, seed=seed)) for seed, name in enumerate(("zeta", "alpha"))]
     run = tmp_path / "run"
     assert main([_network(tmp_path / "net.onnx")[0], "--targets", *paths, *CPU, "--report", str(run)]) == 0
@@ -299,10 +290,7 @@ def test_a_set_has_one_colour_in_all_pictures(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("right, lowest", [(True, 0.9), (False, 0.0)])
-def test_the_roc_axis_suits_good_and_bad_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: bool, lowest: float):
-    figures: list[Any] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k)))
+def test_the_roc_axis_suits_good_and_bad_networks(tmp_path: Path, figures: list[Any], right: bool, lowest: float):
     path = _write_set(tmp_path / "pairs.bin", right=right)
     arguments = ["--targets", str(path), *CPU, "--report", str(tmp_path / "out")]
     assert main([_network(tmp_path / "net.onnx")[0], *arguments]) == 0

@@ -6,7 +6,6 @@ import cv2
 import numpy as np
 import pytest
 import yaml
-from matplotlib.figure import Figure
 from tiny_runs import error_of, one_line
 
 from eval.verification import fuse_views, verify
@@ -121,19 +120,6 @@ def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(
     assert compare_runs.main([str(_run(tmp_path / "good", 0.1, 3)), str(_run(tmp_path / "bad", 0.6, 3))]) == 0
     said = capsys.readouterr().out
     assert "|" not in said and "lfw: accuracy %" in said and "written: work_dirs/comparison/comparison.html" in said
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Collect the figures that are saved; they are still written."""
-    found, save = [], Figure.savefig
-
-    def spy(figure: Figure, *arguments: Any, **options: Any) -> None:
-        found.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
-    return found
 
 
 def _train(step: int, loss: float) -> dict[str, Any]:
