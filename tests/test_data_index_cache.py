@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from pictures import jpeg, picture
 
 import train
 from data import record_dataset
-from data.index_cache import Arrays, Facts, cache_path, read_cache, stamp, write_cache
+from data.index_cache import cache_path, read_cache, stamp, write_cache
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
@@ -29,24 +30,18 @@ def _everything(dataset: RecordDataset) -> list[tuple[str, int, bytes]]:
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The sets that were parsed, not taken from a cache."""
-    calls: list[Path] = []
-    original = record_dataset._index_set
-
-    def counted(rec_path: Path) -> tuple[Facts, Arrays]:
-        calls.append(rec_path)
-        return original(rec_path)
-
+def parsed(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """What parses a set that is not taken from a cache; it counts its calls."""
+    counted = mock.Mock(side_effect=record_dataset._index_set)
     monkeypatch.setattr(record_dataset, "_index_set", counted)
-    return calls
+    return counted
 
 
-def test_a_cached_set_equals_a_parsed_one_and_is_parsed_once(tmp_path: Path, parsed: list[Path]) -> None:
+def test_a_cached_set_equals_a_parsed_one_and_is_parsed_once(tmp_path: Path, parsed: mock.Mock) -> None:
     folder, cache = _make(tmp_path / "set", [0, 0, 1, 2, 2]), tmp_path / "cache"
     plain = RecordDataset(folder)
     first, second = RecordDataset(folder, cache), RecordDataset(folder, cache)
-    assert len(parsed) == 2  # without the cache, and to make it
+    assert parsed.call_count == 2  # without the cache, and to make it
     assert _everything(plain) == _everything(first) == _everything(second)
     assert plain.describe() == first.describe() == second.describe()
     assert isinstance(second.labels().base, np.memmap) and isinstance(first.labels().base, np.memmap)
@@ -55,7 +50,7 @@ def test_a_cached_set_equals_a_parsed_one_and_is_parsed_once(tmp_path: Path, par
 
 
 @pytest.mark.parametrize("changed", ["train.rec", "train.idx", "property"])
-def test_a_set_that_changed_is_parsed_again(tmp_path: Path, parsed: list[Path], changed: str) -> None:
+def test_a_set_that_changed_is_parsed_again(tmp_path: Path, parsed: mock.Mock, changed: str) -> None:
     folder, cache = _make(tmp_path / "set", [0, 1]), tmp_path / "cache"
     RecordDataset(folder, cache)
     if changed == "property":
@@ -63,13 +58,13 @@ def test_a_set_that_changed_is_parsed_again(tmp_path: Path, parsed: list[Path], 
     else:
         os.utime(folder / changed, ns=(1, 1))
     assert RecordDataset(folder, cache).num_classes == (3 if changed == "property" else 2)
-    assert len(parsed) == 2
+    assert parsed.call_count == 2
     (folder / "property").unlink()
     assert RecordDataset(folder, cache).num_classes == 2
-    assert len(parsed) == 3
+    assert parsed.call_count == 3
 
 
-def test_any_damage_of_the_cache_means_parsing_again(tmp_path: Path, parsed: list[Path]) -> None:
+def test_any_damage_of_the_cache_means_parsing_again(tmp_path: Path, parsed: mock.Mock) -> None:
     folder, cache = _make(tmp_path / "set", [0, 1, 1]), tmp_path / "cache"
     expected = _everything(RecordDataset(folder, cache))
     path = cache_path(cache, folder / "train.rec")
@@ -81,7 +76,7 @@ def test_any_damage_of_the_cache_means_parsing_again(tmp_path: Path, parsed: lis
     for number, damaged in enumerate(damages, 2):
         path.write_bytes(damaged)
         assert _everything(RecordDataset(folder, cache)) == expected
-        assert len(parsed) == number and path.read_bytes() == good
+        assert parsed.call_count == number and path.read_bytes() == good
 
 
 @pytest.mark.parametrize("place", [60, -70])  # in the JSON, and in the arrays

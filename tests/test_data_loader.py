@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -118,12 +119,9 @@ def test_a_broken_record_ends_the_loop_with_its_key_and_leaves_no_thread(threads
 
 
 def test_a_broken_read_ahead_ends_the_loop():
-    class Broken(Numbered):
-        def read_ahead(self, indices: np.ndarray) -> None:
-            raise ValueError("the disk is gone")
-
-    order = SampleOrder(100, batch_size=7, seed=4, flip=True)
-    loader = Loader(Broken(slow=0.001), order.samples, 0, 50, 2, 2, CPU, lambda step: np.arange(3))
+    numbered, order = Numbered(slow=0.001), SampleOrder(100, batch_size=7, seed=4, flip=True)
+    numbered.read_ahead = mock.Mock(side_effect=ValueError("the disk is gone"))  # type: ignore[method-assign]
+    loader = Loader(numbered, order.samples, 0, 50, 2, 2, CPU, lambda step: np.arange(3))
     with pytest.raises(ValueError, match="the disk is gone"):
         list(loader)
 
@@ -210,10 +208,7 @@ def test_no_program_waits_at_its_end_for_the_fork():
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError(threading.Lock()), MemoryError()])
 def test_any_error_of_the_fork_is_one_here(error: BaseException, monkeypatch: pytest.MonkeyPatch):
-    def fails(self: Numbered, index: int, out: np.ndarray) -> int:
-        raise error
-
-    monkeypatch.setattr(Numbered, "decode_into", fails)
+    monkeypatch.setattr(Numbered, "decode_into", mock.Mock(side_effect=error))
     with pytest.raises(type(error)):
         next(iter(_loader(Numbered(), 2, apart=True)))
 

@@ -4,6 +4,7 @@ import io
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tiny_runs import error_of, face, tiny_run
@@ -112,11 +113,8 @@ def test_a_shard_that_ends_within_the_padding_is_cut_off(tmp_path: Path, missing
 def test_whatever_the_parser_of_another_python_stumbles_over_names_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ):
-    def stumble(*_: object) -> None:
-        raise error("a number")
-
     (tmp_path / "a.tar").write_bytes(_good() + bytes(2 * BLOCK))
-    monkeypatch.setattr(tarfile.TarInfo, "frombuf", stumble)
+    monkeypatch.setattr(tarfile.TarInfo, "frombuf", mock.Mock(side_effect=error("a number")))
     with pytest.raises(ValueError, match=r"a\.tar: a header is damaged: a number; copy the shard again, or rewrite it"):
         TarDataset(tmp_path)
 

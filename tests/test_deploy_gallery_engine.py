@@ -4,6 +4,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -44,17 +45,10 @@ def test_qdrant_finds_the_same_people_with_the_same_scores(path: Path, tmp_path:
     assert "has a collection 'staff'; delete that" in error_of(program.main(["export", str(path), "--to", place]), capsys)
 
 
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     qdrant = pytest.importorskip("qdrant_client", reason="needs qdrant-client: pip install qdrant-client")
     place = str(tmp_path / "database")
-
-    def fail(*words: object, **more: object) -> None:
-        raise RuntimeError("the disk\nis full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(qdrant.QdrantClient, "upsert", fail)
+    with mock.patch.object(qdrant.QdrantClient, "upsert", side_effect=RuntimeError("the disk\nis full")):
         servers = [(where, f"--to: no Qdrant at {where}: ") for where in ("http://127.0.0.1:1", "127.0.0.1:1")]
         for where, says in [(place, "failed: the disk"), *servers]:
             assert says in error_of(program.main(["export", str(path), "--to", where]), capsys, "exporting: ")

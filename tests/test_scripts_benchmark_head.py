@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -143,12 +144,8 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
     network += ["--checkpointing"] * checkpointing
     assert capacity.main(["--memory", str(memory), *network, "--device", "cpu", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-
-    def built(*arguments: object) -> None:
-        raise ValueError("the head fits")
-
     monkeypatch.setattr(model, "available_bytes", lambda world: int(memory * 2**30))
-    monkeypatch.setattr(model, "PartialFC", built)
+    monkeypatch.setattr(model, "PartialFC", mock.Mock(side_effect=ValueError("the head fits")))
     capsys.readouterr()
     assert [row["storage"] for row in rows] == list(FORMATS)
     for row in rows:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -367,9 +367,7 @@ def test_a_number_that_is_none_is_never_near_the_network(place: int):
 def test_a_file_that_does_not_run_does_not_appear(
     toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def fails(pixels: np.ndarray) -> list[np.ndarray]:
-        raise RuntimeError("[ONNXRuntimeError] : no kernel\nat line 7")
-
+    fails = mock.Mock(side_effect=RuntimeError("[ONNXRuntimeError] : no kernel\nat line 7"))
     monkeypatch.setattr(export_checks, "open_file", lambda *arguments: fails)
     assert export([*toy, "--to", "pt2", "--out", str(tmp_path / "out" / "net.pt2")]) == 1
     assert one_line(capsys, *PROGRESS).endswith("the exported network does not run: [ONNXRuntimeError] : no kernel")
@@ -559,18 +557,11 @@ def test_what_is_no_network_of_this_project_is_one_line(
     assert _left(tmp_path) == ["run"]
 
 
-def test_an_interrupted_export_leaves_nothing_and_an_old_file_as_it_was(
-    toy: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupted_export_leaves_nothing_and_an_old_file_as_it_was(toy: list[str], tmp_path: Path):
     out = tmp_path / "out" / "net.pt2"
     out.parent.mkdir()
     out.write_bytes(b"old")
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(export_checks, "compare", interrupt)
+    with mock.patch.object(export_checks, "compare", side_effect=KeyboardInterrupt):
         assert export([*toy, "--to", "pt2", "--out", str(out), "--overwrite"]) == 130
     assert _left(out.parent) == ["net.pt2"] and out.read_bytes() == b"old"
     assert export([*toy, "--to", "pt2", "--out", str(out), "--overwrite"]) == 0

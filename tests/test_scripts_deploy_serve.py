@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -502,15 +503,10 @@ def test_the_program_says_its_address_writes_nothing_and_ends_with_ctrl_c(place:
 
 
 def test_ctrl_c_while_the_address_is_printed_ends_the_page_as_later(place: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-
-    def interrupted_at_first(line: str, flush: bool) -> None:
-        said.append(line)
-        if len(said) == 1:
-            raise KeyboardInterrupt
-
+    interrupted_at_first = mock.Mock(side_effect=[KeyboardInterrupt, None])
     monkeypatch.setattr(program, "print", interrupted_at_first, raising=False)
     assert program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 0
+    said = [call.args[0] for call in interrupted_at_first.call_args_list]
     assert said[0].startswith("the page is at http://127.0.0.1:") and said[1:] == ["ended"]
 
 
@@ -557,18 +553,12 @@ def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
     Gallery.create(tmp_path / "people.gallery", facts).close()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
+    interrupted = SimpleNamespace(port=0, page="http://127.0.0.1:0/", serve=mock.Mock(side_effect=KeyboardInterrupt))
     served: list[Answers] = []
-    monkeypatch.setattr(page_server, "PageServer", lambda port, answers, *more: served.append(answers) or _Interrupted())
+    monkeypatch.setattr(page_server, "PageServer", lambda port, answers, *more: served.append(answers) or interrupted)
     assert program.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
     assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery is not None
     assert "no run with a checkpoint in work_dirs; name a run folder" in error_of(program.main([*SETTINGS]), capsys)
-
-
-class _Interrupted:
-    port, page = 0, "http://127.0.0.1:0/"
-
-    def serve(self) -> None:
-        raise KeyboardInterrupt
 
 
 def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Path, answers: Answers):
@@ -621,11 +611,8 @@ def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Pat
 
 
 def test_an_error_of_the_network_has_no_path(answers: Answers):
-    def fail(crops: np.ndarray) -> np.ndarray:
-        raise ValueError(f"{answers.embedder.title}: it cannot run")
-
     asked = Answers(answers.embedder, None, None, None, "")
-    asked.batcher = Batcher(fail, 4)
+    asked.batcher = Batcher(mock.Mock(side_effect=ValueError(f"{answers.embedder.title}: it cannot run")), 4)
     with pytest.raises(RefusedError, match=r"^The network fails on this picture: face\.onnx: it cannot run$"):
         asked.embed(_face(0))
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -139,15 +140,12 @@ def test_the_interpreter_is_that_of_the_environment_of_the_clone(tmp_path: Path)
 def test_a_missing_package_is_one_line_that_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def missing(module: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(face.importlib, "import_module", missing)
-    name = "torch.nn"
+    missing = ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+    monkeypatch.setattr(face.importlib, "import_module", mock.Mock(side_effect=missing))
     assert face.main(["eval", "x"]) == 1
     said = capsys.readouterr().err
     assert "has no package torch." in said and "scripts/quickstart.sh" in said and said.count("\n") == 1
-    name = "utils.nothing"  # a mistake of ours is shown
+    missing.name = "utils.nothing"  # a mistake of ours is shown
     with pytest.raises(ModuleNotFoundError):
         face.main(["eval", "x"])
 

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -155,19 +156,11 @@ def test_a_broken_record_ends_all_processes_with_its_key(dataset: Path, tmp_path
     assert re.search(rf"^error: .*record 17 of {folder}/train\.rec: .*cannot be decoded", done.stderr, re.M), done.stderr
 
 
-def test_a_failed_evaluation_names_its_set_and_loses_nothing(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    whole = monitor.evaluate
-
-    def broken(*arguments: object) -> object:
-        raise ValueError("evaluation of tiny: image 3: cannot be decoded")
-
-    monkeypatch.setattr(monitor, "evaluate", broken)
+def test_a_failed_evaluation_names_its_set_and_loses_nothing(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     overrides = ["eval.every=6", "checkpoint.every=0"]
-    assert "evaluation of tiny: image 3" in error_of(train.main(small_run(dataset, tmp_path, *overrides)), capsys)
+    with mock.patch.object(monitor, "evaluate", side_effect=ValueError("evaluation of tiny: image 3: cannot be decoded")):
+        assert "evaluation of tiny: image 3" in error_of(train.main(small_run(dataset, tmp_path, *overrides)), capsys)
     assert [path.name for path in list_checkpoints(tmp_path / "tiny")] == ["step_00000006"]
-    monkeypatch.setattr(monitor, "evaluate", whole)
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 0
     (tmp_path / "other").mkdir()
     assert train.main(small_run(dataset, tmp_path / "other", *overrides)) == 0
@@ -177,10 +170,7 @@ def test_a_failed_evaluation_names_its_set_and_loses_nothing(
 def test_figures_that_cannot_be_drawn_cost_no_training(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def broken(*arguments: object) -> object:
-        raise ValueError("no font has this letter")
-
-    monkeypatch.setattr(monitor, "draw_overview", broken)
+    monkeypatch.setattr(monitor, "draw_overview", mock.Mock(side_effect=ValueError("no font has this letter")))
     assert train.main(small_run(dataset, tmp_path, "eval.every=6", "checkpoint.every=0")) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: the figures")]
     assert len(warnings) == 1 and "no font has this letter" in warnings[0] and "training goes on" in warnings[0]

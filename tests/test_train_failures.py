@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -178,15 +179,11 @@ def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as
     assert run_train(1, [*arguments, "train.max_steps=4"]).returncode == 0 and step_of(list_checkpoints(run)[-1]) == 4
 
 
-def _fail(error: Exception) -> None:
-    raise error
-
-
 _ACTS = {
     "hangs": lambda: time.sleep(100),
-    "fails": lambda: _fail(ValueError("a bad day")),
-    "no memory": lambda: _fail(MemoryError("no memory")),
-    "no threads": lambda: _fail(RuntimeError("can't start new thread")),
+    "fails": mock.Mock(side_effect=ValueError("a bad day")),
+    "no memory": mock.Mock(side_effect=MemoryError("no memory")),
+    "no threads": mock.Mock(side_effect=RuntimeError("can't start new thread")),
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 

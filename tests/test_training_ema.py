@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,15 +102,10 @@ def test_a_step_that_is_skipped_is_in_no_average():
 def test_the_average_is_evaluated_beside_the_weights_and_ranks_the_checkpoints(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    ranked, score = [], monitor.selection_score
-
-    def watched(results: Any, metric: str) -> float:
-        ranked.append(set(results))
-        return score(results, metric)
-
-    monkeypatch.setattr(monitor, "selection_score", watched)
+    score = mock.Mock(side_effect=monitor.selection_score)
+    monkeypatch.setattr(monitor, "selection_score", score)
     assert train.main(tiny_run(dataset, tmp_path, *SMALL, "train.max_steps=3", "eval.every=0", "eval.metric=auc")) == 0
-    assert ranked == [{"ema/tiny"}]
+    assert [set(call.args[0]) for call in score.call_args_list] == [{"ema/tiny"}]
     run = tmp_path / "tiny"
     plain, averaged = read_metrics(run, "tiny")[3], read_metrics(run, "ema/tiny")[3]
     assert set(json.loads((run / "results.json").read_text())) == {"tiny", "ema/tiny"}

@@ -3,6 +3,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -162,11 +163,7 @@ def test_a_manifest_that_lies_is_one_line(tmp_path: Path, tampering: Callable[[A
 
 def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = _save(tmp_path, ALONE)
-
-    def bad_sector(path: Path, kind: str, progress: object) -> str:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(reading, "file_hash", bad_sector)
+    monkeypatch.setattr(reading, "file_hash", mock.Mock(side_effect=OSError(5, "Input/output error")))
     found = reading.check_hashes(path)
     assert len(found) == 3 and all("it cannot be read (Input/output error)" in line for line in found)
 

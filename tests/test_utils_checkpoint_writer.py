@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -181,16 +182,13 @@ def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Pat
 
 @pytest.mark.parametrize("found", ["before", "after all"])
 def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str):
-    def refused(*arguments: object, **more: object) -> mmap.mmap:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
     warnings: list[str] = []
     with _writer(tmp_path, warn=warnings.append) as writer:
         with monkeypatch.context() as patch:
             if found == "before":
                 patch.setattr(checkpoint_writer, "available_bytes", lambda world: 100)
             else:
-                patch.setattr(mmap, "mmap", refused)
+                patch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
             writer.save(3, **as_files(**_state(3)))
         assert not writer.is_writing and "no memory for a copy" in warnings[0]
         writer.save(4, **as_files(**_state(4)))
