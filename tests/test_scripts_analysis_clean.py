@@ -95,7 +95,7 @@ def test_a_noisy_set_becomes_a_clean_one(
     assert _run(*words, "--overwrite") == 0
 
 
-def test_the_page_of_a_clean_set_says_that_nothing_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_page_of_a_clean_set_says_that_nothing_was_found(tmp_path: Path):
     made = planted(0.0, twice=0, two=0)
     centres = np.eye(PEOPLE, SIZE)[made.people] + 0.01 * made.vectors
     _write(tmp_path, made._replace(vectors=(centres / np.linalg.norm(centres, axis=1, keepdims=True)).astype(np.float32)))

@@ -85,7 +85,7 @@ def test_the_copy_has_the_adapted_vectors_and_the_old_gallery_stays(
 
 
 def test_only_thresholds_of_the_adapter_decide_in_an_adapted_gallery(
-    place: tuple[Path, list[str]], adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: tuple[Path, list[str]], adapted: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder, _ = place
     cosine, tar = read_adapter(folder / "a.safetensors").thresholds["1e-1"]
@@ -137,9 +137,7 @@ def test_what_would_overwrite_or_mix_is_refused(
     assert not list(tmp_path.glob("b*")) and not list(tmp_path.glob(".*"))
 
 
-def test_faces_of_another_size_than_the_networks_go_and_others_stay(
-    place: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_faces_of_another_size_than_the_networks_go_and_others_stay(place: tuple[Path, list[str]], tmp_path: Path):
     folder, more = place
     words = ["adapt", str(folder / "with"), "--out"]
     for end in ("", "-journal"):  # of a copy that was killed

@@ -89,7 +89,7 @@ def _cells(text: str) -> list[list[str]]:
     return [[html.unescape(re.sub(r"\\(.)", r"\1", cell.strip())) for cell in row] for row in rows]
 
 
-def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path):
     assert _card(run, "--out", tmp_path) == 0
     text = (tmp_path / "card.md").read_text()
     facts = {row[0]: row[1] for row in _cells(text) if len(row) == 2}
@@ -114,7 +114,7 @@ def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path, capsys:
     assert "somebody" not in text and str(run.parent) not in text  # no folder of the machine is on the card
 
 
-def test_multiply_adds_are_those_of_a_count_by_hand(tmp_path: Path):
+def test_multiply_adds_are_those_of_a_count_by_hand():
     """One convolution: out channels * out pixels * in channels * kernel."""
     layer = torch.nn.Conv2d(3, 5, 3, stride=2)
     assert _multiply_adds(layer, 9) == 5 * 4 * 4 * 3 * 3 * 3

@@ -30,7 +30,7 @@ def _run(folder: Path, noise: float, steps: int) -> Path:
     return folder
 
 
-def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path):
     good, bad = _run(tmp_path / "good", 0.1, 8), _run(tmp_path / "bad", 0.6, 5)
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "results.json").write_text((good / "results.json").read_text())
@@ -51,7 +51,7 @@ def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path, c
     assert yaml.safe_load((good / "config.yaml").read_text())["run"]["name"] == "good"
 
 
-def test_a_star_needs_intervals_that_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_star_needs_intervals_that_part(tmp_path: Path):
     good, near = _run(tmp_path / "good", 0.30, 3), _run(tmp_path / "near", 0.4, 3)
     found = [json.loads((folder / "results.json").read_text())["lfw"] for folder in (good, near)]
     assert found[0]["accuracy"] > found[1]["accuracy"]  # better, but not by enough

@@ -448,7 +448,7 @@ def test_the_end_of_torchrun_is_quiet_while_its_keep_alive_thread_works(monkeypa
     assert said == []
 
 
-def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback(tmp_path: Path):
+def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback():
     program = (
         "import atexit, os, signal, sys\n"
         "from torch.distributed import run\n"

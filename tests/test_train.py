@@ -144,7 +144,7 @@ def test_a_mistake_is_one_line_and_leaves_no_checkpoint(
     assert not list_checkpoints(tmp_path / "tiny")
 
 
-def test_a_broken_record_ends_all_processes_with_its_key(dataset: Path, tmp_path: Path):
+def test_a_broken_record_ends_all_processes_with_its_key(tmp_path: Path):
     folder = tmp_path / "broken_data"
     folder.mkdir()
     with RecordWriter(folder / "train.rec", folder / "train.idx") as writer:
