@@ -135,9 +135,8 @@ def test_prepare_mirrors_and_normalises_to_the_published_contract():
     for row, column, channel in [(0, 0, 0), (5, 100, 2), (111, 111, 1)]:
         for image, source_column in [(0, column), (1, 111 - column)]:
             expected = (int(images[image, row, source_column, channel]) - 127.5) / 127.5
-            assert prepared[image, channel, row, column].item() == pytest.approx(
-                expected, abs=2**-23
-            )  # two roundings of up to 1
+            # two roundings of up to 1
+            assert prepared[image, channel, row, column].item() == pytest.approx(expected, abs=2**-23)
 
 
 _LONG = ["train.epochs=400", "data.prefetch=1", "eval.targets=[]", "checkpoint.every=0", "data.decoders=process"]

@@ -122,9 +122,8 @@ def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp
     results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, EmbedSettings(16)))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
-    assert (
-        "twins" in table and "cosine threshold" in table and "100.00 +- 0.00" in table and "n/a" in table
-    )  # 10 impostor pairs cannot carry FAR 1e-3
+    # 10 impostor pairs cannot carry FAR 1e-3
+    assert "twins" in table and "cosine threshold" in table and "100.00 +- 0.00" in table and "n/a" in table
     assert format_table(results, markdown=True).splitlines()[1].count("---") == 9
     assert json.loads(json.dumps(results["twins"].as_json()))["num_genuine"] == 10
     (tmp_path / "figure.png").write_bytes(draw_overview(results, "twins"))

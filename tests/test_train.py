@@ -292,9 +292,8 @@ def test_a_head_that_does_not_fit_ends_before_training_with_what_would(
 def test_all_ranks_end_together_where_the_head_does_not_fit(dataset: Path, tmp_path: Path):
     done = run_train(2, small_run(dataset, tmp_path, *_classes(10**12)))  # a process that lived on would be an error here
     assert done.returncode == 1
-    assert done.stderr.count("error: head: 1000000000000 classes over 2 process(es)") == 1, (
-        done.stderr
-    )  # one rank speaks for all
+    # one rank speaks for all
+    assert done.stderr.count("error: head: 1000000000000 classes over 2 process(es)") == 1, done.stderr
     assert "RuntimeError" not in done.stderr and "MemoryError" not in done.stderr
 
 

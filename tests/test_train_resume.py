@@ -268,11 +268,8 @@ def test_the_same_command_goes_on_with_a_run_that_an_explicit_checkpoint_began(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
-    folder = [
-        f"checkpoint.resume={tmp_path / 'tiny'}",
-        "run.name=first",
-        "train.max_steps=5",
-    ]  # a run, of which its newest is taken
+    # a run, of which its newest is taken
+    folder = [f"checkpoint.resume={tmp_path / 'tiny'}", "run.name=first", "train.max_steps=5"]
     assert train.main(small_run(dataset, tmp_path, "eval.targets=[]", *folder)) == 0
     assert sorted(read_metrics(tmp_path / "first")) == [5]
     (tmp_path / "tiny" / "checkpoints" / "step_00000004").rename(tmp_path / "best")  # a name that tells no step

@@ -137,11 +137,8 @@ def _heads(form: str, stride: int, anchors: int, points: np.ndarray) -> dict[str
         sizes = {8: (16, 32), 16: (64, 128), 32: (256, 512)}[stride]
         box = [[-0.5 / 0.1 / s, -0.5 / 0.1 / s, *[np.log(2 * HALF / s) / 0.2] * 2] for s in sizes]
         return {"box": np.ravel(box), "points": np.ravel([((points - 0.5) / 0.1 / s).ravel() for s in sizes])}
-    box = [
-        middle / stride,
-        middle / stride,
-        *[np.log(2 * HALF / stride)] * 2,
-    ]  # YuNet: centre from the corner, size as logarithm
+    # YuNet: centre from the corner, size as logarithm
+    box = [middle / stride, middle / stride, *[np.log(2 * HALF / stride)] * 2]
     return {"box": np.array(box), "points": (points + middle).ravel() / stride}
 
 
