@@ -205,11 +205,8 @@ def test_a_browser_shows_the_report_without_errors(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     dom = done.stdout
     assert "a title with &lt;brackets&gt; &amp; signs" in dom
-    assert (
-        dom.count("<table") == 2
-        and dom.count("<li><a href=") == dom.count("<h2 id=")
-        and dom.count("<img") == len(list(tmp_path.glob("*.png"))) - 1 >= 5
-    )
+    assert dom.count("<table") == 2 and dom.count("<li><a href=") == dom.count("<h2 id=")
+    assert dom.count("<img") == len(list(tmp_path.glob("*.png"))) - 1 >= 5
     assert "CONSOLE" not in done.stderr and "Uncaught" not in done.stderr
     subprocess.run(
         [*command, f"--screenshot={tmp_path / 'shot.png'}", "--window-size=1100,1600", page], check=True, timeout=120

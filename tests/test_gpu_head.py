@@ -164,9 +164,8 @@ def test_a_loss_that_is_not_finite_changes_no_byte(device: torch.device, storage
         head.step(LR, torch.tensor(good, device=device))
         after = {name: tensor.view(torch.uint8) for name, tensor in _state(head).items()}
         changed.append([name for name in before if not torch.equal(before[name], after[name])])
-    assert changed[1:4] == [[], [], []] and all(
-        "centres" in names and "momentum" in names for names in (changed[0], changed[4])
-    )
+    assert changed[1:4] == [[], [], []]
+    assert all("centres" in names and "momentum" in names for names in (changed[0], changed[4]))
 
 
 @pytest.mark.parametrize("sample_rate", [1.0, 0.3])

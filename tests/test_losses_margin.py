@@ -274,9 +274,8 @@ def test_elasticface_draws_by_the_seed_from_the_normal_distribution() -> None:
         assert not torch.equal(draws, margin.observe(many, norm, 8)["margin"])
     wide = build_margin("elasticface", margin=0.1, std=0.5).observe(many, norm, 7)["margin"]
     assert (wide == 0).any() and (wide == torch.tensor(math.pi / 2)).any()
-    assert (
-        build_margin("elasticface", plus=True).std == 0.0175 and build_margin("elasticface", kind="cos", plus=True).std == 0.02
-    )
+    assert build_margin("elasticface", plus=True).std == 0.0175
+    assert build_margin("elasticface", kind="cos", plus=True).std == 0.02
 
 
 @pytest.mark.parametrize("name", NAMES)
