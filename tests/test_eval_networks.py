@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from pictures import jpeg, picture
-from tiny_networks import MEAN_COLOUR, write_onnx
+from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
 from tiny_runs import error_of, one_line, run_program, tiny_run
 from torch import nn
 
@@ -249,18 +249,9 @@ def test_a_program_that_fails_or_gives_no_embeddings_is_one_line(
 
 def test_of_several_outputs_the_first_is_read_whatever_the_others_are(tmp_path: Path, faces: list[str]):
     """Torch has no type for lists of tensors."""
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["embeddings"]),
-        helper.make_node("SequenceConstruct", ["pooled"], ["stages"]),
-    ]
-    images, embeddings = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 3]))
-    )
-    stages = helper.make_tensor_sequence_value_info("stages", TensorProto.FLOAT, None)
-    graph = helper.make_graph(nodes, "several", [images], [embeddings, stages])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    model = onnx.load(write_onnx(tmp_path / "net.onnx", MEAN_COLOUR, 3))
+    model.graph.node.append(helper.make_node("SequenceConstruct", [model.graph.node[0].output[0]], ["stages"]))
+    model.graph.output.append(helper.make_tensor_sequence_value_info("stages", TensorProto.FLOAT, None))
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     assert evaluate([str(tmp_path / "net.onnx"), *faces]) == 0
 
@@ -285,23 +276,16 @@ def test_an_onnx_file_reads_no_file_outside_its_folder(
     (folder / "link.bin").symlink_to("../secret.bin")
     outside = TensorProto(name="matrix", data_type=TensorProto.FLOAT, dims=[4, 3], data_location=TensorProto.EXTERNAL)
     for key, value in (("location", where.format(tmp_path)), ("offset", "0"), ("length", "48")):
-        entry = outside.external_data.add()
-        entry.key, entry.value = key, value
-    nodes = [helper.make_node("Constant", [], ["matrix"], value=outside)] if constant else []
-    nodes += [
-        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "matrix"], ["embeddings"], transB=1),
-    ]
-    ends = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 4]))
-    ]
-    graph = helper.make_graph(nodes, "reads", ends[:1], ends[1:], [] if constant else [outside])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
+        outside.external_data.add(key=key, value=value)
+    matrix = np.zeros((4, 3), np.float32)
+    model = onnx.load(write_onnx(folder / "net.onnx", [*MEAN_COLOUR, TIMES_MATRIX], 4, matrix=matrix))
+    if constant:
+        del model.graph.initializer[0]
+        model.graph.node.insert(0, helper.make_node("Constant", [], ["matrix"], value=outside))
+    else:
+        model.graph.initializer[0].CopyFrom(outside)
     (folder / "net.onnx").write_bytes(model.SerializeToString())
-    assert onnx.load(str(folder / "net.onnx"), load_external_data=False).graph.name == "reads"
+    assert onnx.load(str(folder / "net.onnx"), load_external_data=False).graph.name == "tiny"
     assert evaluate([str(folder / "net.onnx"), *faces]) == 1
     assert f"net.onnx: its tensors are in {where.format(tmp_path)!r}, not a file in its own folder" in one_line(
         capsys, "embedding: "
