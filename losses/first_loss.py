@@ -37,7 +37,7 @@ class FirstStep(NamedTuple):
     focal: float = 0.0  # gamma
     label_smoothing: float = 0.0
     sub_centers: int = 1  # centres of each class, of which the nearest counts
-    entropy_weights: bool = False  # images weigh 1 to 2
+    entropy_weights: bool = False
 
 
 def _cosines(above: Tensor, step: FirstStep) -> Tensor:
@@ -113,10 +113,8 @@ def expected_first_loss(margin: Margin, step: FirstStep) -> FirstLoss:
     numbers = margin.class_numbers(step.embedding_size).items()
     of_class = margin.class_penalty({name: torch.full((1, *number.shape), number.first) for name, number in numbers}, 1)
     expected += 0.0 if of_class is None else float(of_class[0])
-    tolerance = max(_LEAST_TOLERANCE, tolerance) + change
-    return (
-        FirstLoss(1.5 * expected, 2.0 * tolerance + 0.5 * expected) if step.entropy_weights else FirstLoss(expected, tolerance)
-    )
+    weight = 1.47 if step.entropy_weights else 1.0  # of each image, where all entropies are equal
+    return FirstLoss(weight * expected, weight**2 * (max(_LEAST_TOLERANCE, tolerance) + change))
 
 
 def judge_first_loss(loss: float, margin: Margin, step: FirstStep) -> tuple[str, bool]:

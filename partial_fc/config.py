@@ -104,8 +104,9 @@ def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | No
     A collective call.
 
     Args:
-        autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
+        autocast: what the backbone computes in, which head.matmul_dtype=auto follows, but for loss.entropy_weights.
     """
+    autocast = None if loss.entropy_weights else autocast  # see check_loss
     bent = {key: loss[key] for key in ("focal", "label_smoothing", "entropy_weights")}
     computed = {
         "optimizer": _row_optimizer(head, optimizer),

@@ -7,10 +7,12 @@ import gc
 import importlib
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -141,6 +143,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     tiny_runs.write_dataset(folder, tiny_runs.FEW_IMAGES)
     return folder
+
+
+@pytest.fixture
+def names_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for timm where a recipe is read and no network is built."""
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(list_models=lambda: ["vit_small_patch14_dinov2"]))
 
 
 @pytest.fixture

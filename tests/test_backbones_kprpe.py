@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from dense_reference import relative
 from rounding import network_bound, rounding_bound
 from tiny_detectors import OFFSETS, picture, write_detector
 from tiny_runs import equal_weights, one_line, read_metrics, reshard_and_back, run_train, tiny_run, write_dataset
@@ -30,6 +31,7 @@ from scripts.data import landmarks as program
 from scripts.demo import make_data
 from utils.alignment import TEMPLATE
 from utils.checkpoint.format import list_checkpoints
+from utils.checkpoint.reading import read_backbone
 
 FORM, SIDE = Form(64, 3, heads=4, times=2, patch=8), 48  # 36 tokens
 
@@ -197,12 +199,15 @@ def test_a_run_learns_the_landmarks_of_each_image_and_resumes_to_the_same_bits(
 @pytest.mark.numeric
 def test_any_number_of_processes_learns_the_landmarks_and_resumes_to_the_bit_after_a_reshard(place: Path, tmp_path: Path):
     shared = _settings(place, "backbone.freeze_norm=true", "train.batch_size=12", "checkpoint.every=1", "train.max_steps=2")
-    found = []
+    found, moves = [], []
     for count in (1, 2, 3):
         run = tiny_run(place / "data", tmp_path, *shared, f"run.name=of_{count}", image_size=48)
         assert (ended := run_train(count, run)).returncode == 0, ended.stderr
-        found.append([read_metrics(tmp_path / f"of_{count}")[2][name] for name in ("loss", "loss_landmarks")])
+        found.append([read_metrics(tmp_path / f"of_{count}")[2][name] for name in ("loss", "loss_landmarks", "grad_norm")])
+        before, after = (read_backbone(path) for path in list_checkpoints(tmp_path / f"of_{count}"))
+        moves.append(torch.cat([(after[name] - before[name]).flatten() for name in after if name.startswith("landmarks.")]))
     assert found[1:] == [pytest.approx(found[0], rel=network_bound())] * 2
+    assert all(relative(move, moves[0]) < 16 * network_bound() for move in moves[1:])  # of gradients that are clipped
     reshard_and_back(list_checkpoints(tmp_path / "of_2")[0], tmp_path / "broken")
     run = tiny_run(place / "data", tmp_path, *shared, "run.name=broken", image_size=48)
     assert (ended := run_train(2, run)).returncode == 0, ended.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
-from rounding import FP32_UNIT
+from rounding import FP32_UNIT, network_bound
 from tiny_runs import IRESNET, equal_weights, read_metrics, reshard_and_back, run_train, small_run, write_dataset
 from torch import Tensor, nn
 
@@ -137,6 +137,8 @@ def test_several_ranks_and_micro_batches_train_as_one_and_resume_to_the_bit_afte
     for count, more in ((2, ["train.accumulation=2", "backbone.checkpointing=true"]), (3, [])):
         done = run_train(count, _tuning(source, tmp_path, f"of_{count}", *same, *more))
         assert done.returncode == 0, done.stderr
+        norms = [read_metrics(tmp_path / name)[3]["grad_norm"] for name in ("one", f"of_{count}")]
+        assert norms[1] == pytest.approx(norms[0], rel=network_bound())  # before it is clipped
         found = _raw(tmp_path / f"of_{count}")
         assert set(found) == set(one)
         for name, value in one.items():  # three updates round a number below 1; the gradients' own errors are smaller

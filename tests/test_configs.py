@@ -19,6 +19,7 @@ CONFIGS = sorted(path for path in SCHEMA.parent.glob("*.yaml") if path != SCHEMA
 TAKEN = "loss.name=arcface takes scale, margin, gradient"
 
 
+@pytest.mark.usefixtures("names_of_timm")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads_and_its_dump_reads_back_the_same(path: Path, tmp_path: Path):
     config = load_config(path)
@@ -27,6 +28,7 @@ def test_every_config_loads_and_its_dump_reads_back_the_same(path: Path, tmp_pat
     assert config.run.name == path.stem
 
 
+@pytest.mark.usefixtures("names_of_timm")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_says_its_command_and_only_what_differs(path: Path):
     text = path.read_text()

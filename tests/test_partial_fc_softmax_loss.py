@@ -1,9 +1,11 @@
 """Every loss through the real head against the slow references in float64: values, gradients, updates and states."""
 
+import numpy as np
 import pytest
 import torch
 from head_losses import CASES, Setting, compare_steps
 from loss_cases import ONE_REDUCTION, SUMS
+from loss_references import entropy_weights as reference_weights
 from waiting import Syncs
 
 from losses import MARGINS, build_margin
@@ -71,6 +73,18 @@ def test_weights_by_entropy_equal_the_reference(case: str, setting: Setting):
     compare_steps(0, 1, case, setting)
 
 
+@pytest.mark.parametrize("count", [1, 2, 128])
+def test_the_weights_are_those_at_the_end_of_the_rounds_and_of_equal_entropies_one_number(count: int):
+    rng = np.random.default_rng(count)
+    for entropy in (rng.uniform(0, 8, count), rng.gamma(0.5, size=count), np.exp(rng.normal(-4, 2, count))):
+        found = entropy_weights(torch.from_numpy(entropy).float()).double().numpy()
+        np.testing.assert_allclose(found, reference_weights(entropy), rtol=0, atol=1e-4)
+    for value, weight in ((3.0, 1.4717), (0.0, 1.0158)):
+        torch.testing.assert_close(
+            entropy_weights(torch.full((count,), value)), torch.full((count,), weight), rtol=0, atol=1e-4
+        )
+
+
 def test_the_weights_are_those_of_the_authors():
     """What gauss_unif of facechain (face_module/TopoFR/GUM.py) returned for these entropies, each with both signs."""
     entropy = torch.tensor([0.0, 0.01, 0.02, 0.05, 0.1, 0.4, 1.5, 3.0])
@@ -113,6 +127,7 @@ def test_only_the_negatives_of_one_reduction_are_weighed_by_entropy(case: str):
     of_margin = "so large" if case == "cosface, wide" else type(margin).__name__
     wrong = {of_margin: {}} if case not in ONE_REDUCTION else {}
     wrong |= {"head.logit_correction": {"logit_correction": "log_r"}, "head.inter": {"interclass_filtering_threshold": 0.4}}
+    wrong |= {"head.matmul_dtype=bf16": {"matmul_dtype": torch.bfloat16}}
     for words, own in wrong.items():
         with pytest.raises(ValueError, match=rf"loss\.entropy_weights must be false with .*{words}.*: it needs"):
             PartialFC(margin, 40, 8, config=HeadConfig(0.5, entropy_weights=True, **own))  # type: ignore[arg-type]

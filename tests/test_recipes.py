@@ -1,9 +1,7 @@
 """The recipes of configs/ are those of the files that they name, most of arcface_torch, and say what batch they belong to."""
 
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -220,12 +218,11 @@ def test_a_recipe_is_what_the_importer_makes_of_its_source(name: str, tmp_path: 
     assert ours.backbone.name == recipe.network.split("_dp")[0]
 
 
+@pytest.mark.usefixtures("names_of_timm")
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_recipe_of_another_program_has_its_values_and_no_others(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    known = SimpleNamespace(list_models=lambda: ["vit_small_patch14_dinov2"])
-    monkeypatch.setitem(sys.modules, "timm", known)  # no network is built
     (tmp_path / "default.yaml").write_text("")
     printed = []
     for config in (name, str(tmp_path / "default.yaml")):

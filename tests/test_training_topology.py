@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import IRESNET, equal_weights, read_metrics, tiny_run
+from tiny_runs import IRESNET, equal_weights, error_of, read_metrics, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -108,6 +108,10 @@ def test_a_run_learns_it_and_resumes_to_the_same_bits(
     assert capsys.readouterr().err.startswith("error: loss.topology needs backbone.trained_scale=true")
     assert train.main(tiny_run(dataset, tmp_path, *settings, "loss.name=circle", "run.name=other")) == 1
     assert capsys.readouterr().err.startswith("error: loss.entropy_weights must be false with Circle: it needs")
+    bf16 = [*settings, "train.precision=bf16", "train.max_steps=1", "run.name=bf16"]
+    assert train.main(tiny_run(dataset, tmp_path, *bf16)) == 0 and "float32 products" in capsys.readouterr().out
+    for wrong in ("head.matmul_dtype=bf16", "train.tf32=true"):
+        assert wrong in error_of(train.main(tiny_run(dataset, tmp_path, *bf16, wrong, "run.name=other")), capsys)
     with pytest.raises(ValueError, match=r"all pairs of 100000 images need 37[0-9.]+ GiB, 1.00 are free; raise train.accum"):
         topology_bytes(nn.Linear(1, 1), 100_000, 1, 16, 2**30)
     weights = equal_weights(tmp_path / "whole", tmp_path / "parts")

@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # parts do not import one another
     from losses.margin import Margin
 
 _TINY = 1e-30
-_ROUNDS = 50  # of EM: on 512 entropies of several kinds they ended within 1e-7 of the fixed point
+# Of EM: rounds as they are, so that acceleration does not choose another fixed point, and cycles of three rounds with it. Of
+# 1,000 draws of 6 to 512 entropies of five kinds, all ended within 3e-6 of 2,000 rounds; with 200 as they are, within 6e-3.
+_ROUNDS, _CYCLES = 20, 10
 
 
 class GlobalSums(NamedTuple):
@@ -87,10 +89,13 @@ def check_loss(margin: "Margin", config: HeadConfig, num_classes: int) -> None:
     wrong += ["so large a loss.scale"] * (linear and None in constant_shifts(margin, num_classes))
     wrong += ["head.logit_correction=log_r"] * (config.logit_correction != "none")
     wrong += ["head.interclass_filtering_threshold"] * (config.interclass_filtering_threshold > 0)
+    # one negative that is nearer than the target: its logit, rounded, less itself would be the entropy
+    wrong += ["head.matmul_dtype=bf16"] * (config.matmul_dtype != torch.float32)
+    wrong += ["train.tf32=true"] * torch.backends.cuda.matmul.allow_tf32
     if wrong:
         raise ValueError(
-            f"loss.entropy_weights must be false with {' and '.join(wrong)}: it needs the logits of all negatives as one "
-            "scale, below some 80, times their cosines. Set it to false, or the other back"
+            f"loss.entropy_weights must be false with {' and '.join(wrong)}: it needs the logits of all negatives in fp32, "
+            "as one scale, below some 80, times their cosines. Set it to false, or the other back"
         )
 
 
@@ -175,20 +180,35 @@ def entropy_weights(entropy: Tensor) -> Tensor:
     Source: Dan et al., NeurIPS 2024, https://arxiv.org/abs/2410.10587. A sample weighs 2 - g, with g the probability that it
     is easy: that its entropy belongs to a normal density around 0 and not to a uniform one, in a mixture that EM fits to the
     batch. In the authors' code (facechain, face_module/TopoFR) the entropies of every other sample are negative; here each
-    sample has both signs, so that their order means nothing. Their further factor 1 - p is cut to an integer, which makes it 1.
+    sample has both signs, so that their order means nothing. They add 1e-5 to a probability before its logarithm, and their
+    further factor 1 - p is cut to an integer, which makes it 1. Rounds of EM are accelerated: Varadhan and Roland, "Simple and
+    globally convergent methods for accelerating the convergence of any EM algorithm", 2008, scheme S3.
     """
-    squares = entropy.square() / entropy.square().mean().clamp_min(_TINY)
-    share, variance, density = (squares.new_full((), value) for value in (0.1, 1.0, 0.2))
+    squares = entropy.double().square()
+    squares = squares / squares.mean().clamp_min(_TINY)
+    weighed = torch.stack([torch.ones_like(squares), squares]) / len(squares)
+
+    def moments(g: Tensor) -> Tensor:  # logs of the means of g and of g x^2
+        return torch.mv(weighed, g).clamp_min(_TINY).log()
+
+    def easy(logs: Tensor) -> Tensor:  # g, from the parameters that follow from the moments
+        part, spread = logs.exp().clamp_max(1.0 - 1e-6)
+        share, variance = part.clamp_max(0.5), spread / part + 1e-3
+        outside = 3.0 * (1.0 - spread) / (part * (1.0 - share))
+        density = torch.where(outside < 1e-3, 1e-3, 0.5 * torch.rsqrt(outside))
+        odds = torch.log(share / ((1.0 - share) * density * (2.0 * math.pi * variance).sqrt()))
+        return torch.sigmoid(odds - squares / (2.0 * variance))
+
+    logs = moments(torch.sigmoid(math.log(0.1 / (0.9 * 0.2 * math.sqrt(2.0 * math.pi * 1.001))) - squares / (2.0 * 1.001)))
     for _ in range(_ROUNDS):
-        variance = variance + 1e-3
-        normal = share * torch.exp(-0.5 * squares / variance) * torch.rsqrt(2.0 * math.pi * variance)
-        normal = normal / (normal + (1.0 - share) * density)
-        mean = normal.mean()
-        variance, spread = (normal * squares).mean() / mean, ((1.0 - normal) * squares).mean() / mean
-        share = mean.clamp_max(0.5)
-        spread = 3.0 * spread / (1.0 - share)
-        density = torch.where(spread < 1e-3, 1e-3, 0.5 * torch.rsqrt(spread))
-    return 2.0 - normal
+        logs = moments(easy(logs))
+    for _ in range(_CYCLES):
+        first = moments(easy(logs))
+        second = moments(easy(first))
+        step, turn = first - logs, second - 2.0 * first + logs
+        length = (step.norm() / turn.norm().clamp_min(_TINY)).clamp(1.0, 64.0)
+        logs = moments(easy(logs + 2.0 * length * step + length.square() * turn))
+    return (2.0 - easy(logs)).float()
 
 
 def norm_gradient(margin: "Margin", batch: Batch, losses: SampleLosses, along: Tensor, mine: slice) -> Tensor | None:
