@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rounding import FP32_UNIT, rounding_bound
-from tiny_runs import ROOT, run_file, run_program, run_train, small_run
+from tiny_runs import ROOT, ended_well, run_file, run_program, run_train, small_run
 from torch import Tensor
 
 from partial_fc.kernels import _why_no_triton, build_kernels, choose_kernels, why_plain
@@ -155,8 +155,7 @@ def test_a_training_without_a_compiler_says_once_in_one_line_what_is_slower_and_
     monkeypatch.setenv("CC", compiler)
     run = ["data.source=synthetic", "data.path=", "data.num_classes=12", "data.num_images=16", "eval.targets=[]"]
     arguments = small_run(tmp_path, tmp_path, *run, "train.max_steps=2")
-    done = run_train(1, arguments)
-    assert done.returncode == 0, done.stderr
+    done = ended_well(run_train(1, arguments))
     (line,) = [line for line in done.stdout.splitlines() if "steps take longer" in line]
     assert "WARNING: head: plain torch does the work of the C kernels" in line and reason in line
     if compiler == "":

@@ -121,7 +121,7 @@ def test_a_step_that_is_not_good_changes_nothing(case: str, kernels: str):
             assert all(changed[: len(of_margin)])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WAYS)
 def test_only_the_negatives_of_one_reduction_are_weighed_by_entropy(case: str):
     margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
     of_margin = "so large" if case == "cosface, wide" else type(margin).__name__

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dense_reference import all_centres
 from head_losses import SEED, C, D, load_saved, saved, train_steps
 from safetensors.torch import load_file
-from tiny_runs import NUM_CLASSES, equal_weights, tiny_run, write_dataset
+from tiny_runs import NUM_CLASSES, equal_weights, error_of, tiny_run, write_dataset
 
 import train
 from configs import load_config
@@ -104,8 +104,8 @@ def test_a_training_says_what_it_is_and_a_resumed_one_ends_in_the_same_bits(
     capsys.readouterr()
     (tmp_path / "one").mkdir()
     shutil.copytree(source / "tiny", tmp_path / "one" / "tiny")
-    assert train.main(tiny_run(source / "data", tmp_path / "one", *SHORT, "head.sub_centers=1", "train.epochs=3")) == 1
-    said = capsys.readouterr().err
+    one = tiny_run(source / "data", tmp_path / "one", *SHORT, "head.sub_centers=1", "train.epochs=3")
+    said = error_of(train.main(one), capsys)
     assert re.search(r"error: .*has 3 centres for each class, this run has head.sub_centers=1. Set head.sub_centers=3", said)
 
 
@@ -148,11 +148,9 @@ def test_another_run_begins_with_them(source: Path, tmp_path: Path, capsys: pyte
     means = open_centres(tmp_path / "alone").read(np.arange(NUM_CLASSES))
     torch.testing.assert_close(F.normalize(new[9:, 0], dim=1), F.normalize(means[9:], dim=1))
     capsys.readouterr()
-    assert train.main(tiny_run(source / "data", tmp_path, *one, *init, *once, "run.name=one")) == 1
-    said = capsys.readouterr().err
-    assert re.search(
-        "init.head: .* has 3 centres for each class, this run has head.sub_centers=1; set head.sub_centers=3", said
-    )
+    said = error_of(train.main(tiny_run(source / "data", tmp_path, *one, *init, *once, "run.name=one")), capsys)
+    words = "init.head: .* has 3 centres for each class, this run has head.sub_centers=1; set head.sub_centers=3"
+    assert re.search(words, said)
 
 
 def test_a_configuration_that_makes_no_sense_is_refused():

@@ -96,9 +96,8 @@ def test_only_thresholds_of_the_adapter_decide_in_an_adapted_gallery(
     assert said in capsys.readouterr().out
     assert search.main(words) == 0 and "no threshold" in capsys.readouterr().out
     for flags in map(str.split, ("--threshold 0.3", "--far 1e-2 --results r.json", "--far 1e-2 --set a", "--far 1e-5")):
-        assert search.main([*words, *flags]) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and measured in said and flags[-2] in said
+        said = error_of(search.main([*words, *flags]), capsys)
+        assert measured in said and flags[-2] in said
     nothing = {"far": None, "results": None, "pairs": None, "set": None, "gallery": adapted}
     with Gallery(adapted) as opened, Gallery(folder / NAME) as old:
         assert result_for_page(argparse.Namespace(**nothing), opened, ("a result", "1e-2")) == (None, "")
