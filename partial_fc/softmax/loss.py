@@ -188,27 +188,30 @@ def entropy_weights(entropy: Tensor) -> Tensor:
     squares = squares / squares.mean().clamp_min(_TINY)
     weighed = torch.stack([torch.ones_like(squares), squares]) / len(squares)
 
-    def moments(g: Tensor) -> Tensor:  # logs of the means of g and of g x^2
-        return torch.mv(weighed, g).clamp_min(_TINY).log()
-
-    def easy(logs: Tensor) -> Tensor:  # g, from the parameters that follow from the moments
-        part, spread = logs.exp().clamp_max(1.0 - 1e-6)
-        share, variance = part.clamp_max(0.5), spread / part + 1e-3
-        outside = 3.0 * (1.0 - spread) / (part * (1.0 - share))
-        density = torch.where(outside < 1e-3, 1e-3, 0.5 * torch.rsqrt(outside))
+    def easy(share: Tensor, variance: Tensor, density: Tensor) -> Tensor:  # g
         odds = torch.log(share / ((1.0 - share) * density * (2.0 * math.pi * variance).sqrt()))
         return torch.sigmoid(odds - squares / (2.0 * variance))
 
-    logs = moments(torch.sigmoid(math.log(0.1 / (0.9 * 0.2 * math.sqrt(2.0 * math.pi * 1.001))) - squares / (2.0 * 1.001)))
+    def moments(g: Tensor) -> Tensor:  # logs of the means of g and of g x^2
+        return torch.mv(weighed, g).clamp_min(_TINY).log()
+
+    def refit(logs: Tensor) -> Tensor:  # g, from the parameters that follow from the moments
+        part, spread = logs.exp().clamp_max(1.0 - 1e-6)
+        share = part.clamp_max(0.5)
+        outside = 3.0 * (1.0 - spread) / (part * (1.0 - share))
+        density = torch.where(outside < 1e-3, 1e-3, 0.5 * torch.rsqrt(outside))
+        return easy(share, spread / part + 1e-3, density)
+
+    logs = moments(easy(*(squares.new_full((), value) for value in (0.1, 1.001, 0.2))))
     for _ in range(_ROUNDS):
-        logs = moments(easy(logs))
+        logs = moments(refit(logs))
     for _ in range(_CYCLES):
-        first = moments(easy(logs))
-        second = moments(easy(first))
+        first = moments(refit(logs))
+        second = moments(refit(first))
         step, turn = first - logs, second - 2.0 * first + logs
         length = (step.norm() / turn.norm().clamp_min(_TINY)).clamp(1.0, 64.0)
-        logs = moments(easy(logs + 2.0 * length * step + length.square() * turn))
-    return (2.0 - easy(logs)).float()
+        logs = moments(refit(logs + 2.0 * length * step + length.square() * turn))
+    return (2.0 - refit(logs)).float()
 
 
 def norm_gradient(margin: "Margin", batch: Batch, losses: SampleLosses, along: Tensor, mine: slice) -> Tensor | None:
