@@ -70,9 +70,7 @@ class _Refusing(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_gets_the_key_of_the_environment(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_server_gets_the_environments_key(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("qdrant_client", reason="needs qdrant-client: pip install qdrant-client")
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("QDRANT_API_KEY", "a secret\n")

@@ -102,14 +102,11 @@ def test_the_command_line_names_one_source(results: Path, tmp_path: Path):
     for words in (("--threshold", "2"), ("--threshold", "nan"), ("--far", "0"), ("--far", "x"), ("--far", "-1")):
         with pytest.raises(SystemExit):
             _options(*words)
-    best = _options("--far", "1e-2", run=results.parent)
-    best.best = True
-    with pytest.raises(ValueError, match="is of the run's end, not of --best"):
-        threshold_of(best)
-    untrained = _options("--far", "1e-2", run=results.parent)
-    untrained.untrained = True
-    with pytest.raises(ValueError, match="is of the run's end, not of --untrained"):
-        threshold_of(untrained)
+    for state in ("best", "untrained"):
+        options = _options("--far", "1e-2", run=results.parent)
+        setattr(options, state, True)
+        with pytest.raises(ValueError, match=f"is of the run's end, not of --{state}"):
+            threshold_of(options)
 
 
 def test_a_run_that_went_on_after_its_results_has_no_threshold(results: Path, tmp_path: Path):

@@ -181,9 +181,7 @@ def test_a_network_that_is_larger_than_its_weights_takes_no_memory(tmp_path: Pat
 # ---- sets by their paths
 
 
-def test_targets_may_lie_in_several_folders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_targets_lie_in_several_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     for number, path in enumerate(("a/lfw.bin", "b/lfw.bin", "data/own.bin", "data/b/c.bin")):
         _write_set(tmp_path / path, 10 + 10 * number)
     monkeypatch.chdir(tmp_path)

@@ -115,9 +115,7 @@ def _reading_fails(path: Path) -> bool:
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "huge", "broken"])
 @pytest.mark.parametrize("place", ["list", "listed", "pairs", "paired", "config", "idx", "property", "labels", "tar"])
-def test_only_regular_files_of_a_bounded_size_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, place: str
-):
+def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, place: str):
     if (what, place) == ("huge", "tar"):
         pytest.skip("shards may have any size; their members are bounded")
     if what == "broken" and not _reading_fails(Path("/proc/self/mem")):

@@ -164,9 +164,7 @@ def test_a_training_without_a_compiler_says_once_in_one_line_what_is_slower_and_
 
 
 @needs_library
-def test_a_library_of_another_instruction_set_is_not_loaded_from_a_shared_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_library_of_another_instruction_set_is_not_loaded_from_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """-march=native stands for other instructions on each processor, and /proc/cpuinfo may not be there to tell them apart."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     paths = set()

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, write_dataset
+from tiny_runs import ROOT, error_of, write_dataset
 
 from configs import load_config
 from configs.loader import SCHEMA, find_config
@@ -218,8 +218,7 @@ def test_a_tool_names_no_key_of_a_configuration_that_its_user_did_not_write(
     write_dataset(tmp_path / "set")
     folder, out = _damaged(tmp_path / "set", what), tmp_path / "out"
     start = ["configs/base.yaml", f"data.path={folder}", f"run.output={tmp_path}", "data.index_cache=off", "eval.targets=[]"]
-    assert importlib.import_module("train").main([*start, "--check"]) == 1
-    assert capsys.readouterr().err.startswith("error: data.path: ")
+    assert error_of(importlib.import_module("train").main([*start, "--check"]), capsys).startswith("error: data.path: ")
     programs = {
         "inspect": [folder, "--out", out],
         "verify": [folder],

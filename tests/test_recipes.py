@@ -220,9 +220,7 @@ def test_a_recipe_is_what_the_importer_makes_of_its_source(name: str, tmp_path: 
 
 @pytest.mark.usefixtures("names_of_timm")
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_recipe_of_another_program_has_its_values_and_no_others(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_a_recipe_of_another_program_has_its_values_and_no_other(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "default.yaml").write_text("")
     printed = []
     for config in (name, str(tmp_path / "default.yaml")):

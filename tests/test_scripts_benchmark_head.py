@@ -154,8 +154,7 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
             of_data = ["data.source=synthetic", "data.path=", f"data.num_classes={classes}", f"data.num_images={classes}"]
             of_run = ["eval.targets=[]", "head.chunk=0", f"head.storage={row['storage']}", f"train.precision={precision}"]
             of_run += [f"backbone.name={backbone}", f"backbone.checkpointing={checkpointing}"]
-            assert train.main(tiny_run(tmp_path, tmp_path, *of_data, *of_run)) == 1
-            assert capsys.readouterr().err.startswith(said)
+            assert error_of(train.main(tiny_run(tmp_path, tmp_path, *of_data, *of_run)), capsys).startswith(said)
 
 
 def test_blocks_that_are_computed_again_keep_less():

@@ -147,9 +147,7 @@ def test_a_mean_has_the_deviation_of_its_seeds_and_one_run_has_none():
     assert re.findall(r"\S+ identities", losses.tables(more)) == ["500 identities", "10,000 identities"]
 
 
-def test_a_run_that_has_ended_is_kept_and_another_setting_is_another_run(
-    config: Path, out: Path, capsys: pytest.CaptureFixture
-):
+def test_a_run_that_ended_is_kept_and_another_setting_is_another_run(config: Path, out: Path, capsys: pytest.CaptureFixture):
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")}
     assert losses.main([*_arguments(config, out), "--json", str(out / "all.json")]) == 0
     assert "2 trainings, 0 of which are to be done" in capsys.readouterr().out

@@ -131,9 +131,7 @@ def test_show_names_what_is_there(run_folder: Path, capsys: pytest.CaptureFixtur
     assert "slots 0 to 3; centres F32 (4, 4); momentum F32 (4, 4)" in said and "slots 8 to 10" in said
 
 
-def test_whole_checkpoints_verify_and_every_damage_is_named(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_whole_checkpoints_verify_and_all_damage_is_named(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert checkpoint.main(["verify", str(run_folder)]) == 0
     out, progress = capsys.readouterr()
     assert out.startswith("ok") and re.search(r"100%\|.*\| [\d.]+k/[\d.]+k \[.*B/s\]", progress)

@@ -131,9 +131,7 @@ def test_verify_names_images_of_one_colour(tmp_path: Path, people: Path, capsys:
     assert "held.bin: image 0 is of one colour" in capsys.readouterr().out
 
 
-def test_an_empty_folder_of_a_person_is_a_warning_in_every_tool(
-    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_empty_folder_is_a_warning_in_every_tool(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
     (people / "person_1x").mkdir()
     for program, arguments in (
         (inspect_data, [people, "--out", tmp_path / "report"]),

@@ -424,9 +424,7 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     assert "no such folder" in one_line(capsys, "embedding") and not (tmp_path / "h.npy.unfinished").exists()
 
 
-def test_a_second_run_on_the_same_file_is_refused(
-    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_second_run_on_one_file_is_refused(weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with open(tmp_path / "f.npy.unfinished", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "f.npy is in use by another run" in error_of(_run(weights, crops, tmp_path / "f.npy"), capsys, "embedding")

@@ -142,9 +142,7 @@ def test_two_enrolments_of_one_folder_at_once_enrol_each_picture_once(
     assert len(said) == 40 == len({line.split(", image")[0] for line in said})
 
 
-def test_what_cannot_be_enrolled_is_listed_with_the_reason(
-    network: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_enrolled_is_listed_with_reason(network: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     folder = write_people(tmp_path / "people", 1, 1)
     (folder / "person_0" / "large.png").write_bytes(png(7, 60))
     (folder / "person_0" / "broken.png").write_bytes(png(8)[:50])

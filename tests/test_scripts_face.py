@@ -137,9 +137,7 @@ def test_the_interpreter_is_that_of_the_environment_of_the_clone(tmp_path: Path)
     assert absolute.stdout == f"other {expected}"
 
 
-def test_a_missing_package_is_one_line_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_missing_package_is_a_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     missing = ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
     monkeypatch.setattr(face.importlib, "import_module", mock.Mock(side_effect=missing))
     assert face.main(["eval", "x"]) == 1

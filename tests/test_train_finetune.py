@@ -284,9 +284,7 @@ def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
         assert message in error_of(train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)), capsys)
 
 
-def test_files_of_another_kind_are_one_line_that_names_the_key(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_files_of_other_kinds_are_one_line_that_names_the_key(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = source / "tiny"
     newest = list_checkpoints(run)[-1]
     for name in ("no_identity", "no_shards"):

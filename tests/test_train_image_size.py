@@ -94,9 +94,7 @@ def test_an_onnx_graph_gets_images_of_the_size_of_its_input(source: Path, tmp_pa
         (["data.image_size=464"], r"data\.image_size must be from 48 to 448, got 464"),
     ],
 )
-def test_a_size_that_does_not_fit_is_one_line(
-    source: Path, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_size_that_cannot_be_is_one_line(source: Path, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     changes = [text.replace("SMALL", str(source / "small")) for text in overrides]
     assert re.search(said, error_of(_train(source, "other", *changes, "train.max_steps=6"), capsys))

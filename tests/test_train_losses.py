@@ -48,9 +48,7 @@ def test_a_resumed_run_ends_with_the_same_bits(dataset: Path, tmp_path: Path, na
     assert all(key in shown for key in SHOWN.get(name, ()))
 
 
-def test_a_checkpoint_of_a_loss_with_other_numbers_is_refused(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_checkpoint_of_a_loss_of_other_numbers_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     overrides = ["eval.targets=[]", "run.name=run"]
     assert train.main(small_run(dataset, tmp_path, *overrides, "loss.name=uniface", "train.max_steps=1")) == 0
     adamw = "threshold, threshold_momentum, threshold_variance, updates"

@@ -215,14 +215,16 @@ def test_a_run_that_is_its_own_teacher_does_not_depend_on_when_it_saves_or_resum
 
 
 @pytest.mark.numeric
-def test_the_average_teaches_what_it_was_before_the_step(place: Path, tmp_path: Path):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_average_teaches_what_it_was_before_the_step(place: Path, tmp_path: Path, world_size: int):
     words = ["teacher.path=average", "teacher.embedding=5", "train.ema=0.9", "train.max_steps=3", "eval.targets=[]"]
     words += ["checkpoint.every=1", "checkpoint.keep_last=9", "backbone.freeze_norm=true", "data.flip=false"]
-    assert train.main(tiny_run(place, tmp_path, *words, f"init.backbone={place / 'old'}", image_size=48)) == 0
+    run = tiny_run(place, tmp_path, *words, f"init.backbone={place / 'old'}", image_size=48, batch_size=6)
+    ended_well(run_program(train.main, [run] * world_size))
     dataset = open_set(place)
     for checkpoint in list_checkpoints(tmp_path / "tiny")[:2]:  # after as many steps
         step = int(checkpoint.name[-8:])
-        rows = SampleOrder(60, 8, 2048, flip=False).samples(step).indices
+        rows = SampleOrder(60, 6, 2048, flip=False).samples(step).indices
         pixels = np.stack([dataset.pixels_and_label(int(row), 48)[0] for row in rows])
         images, found = prepare(torch.from_numpy(pixels), torch.zeros(len(rows), dtype=torch.bool)).double(), []
         for name in (BACKBONE, EMA):
