@@ -152,9 +152,7 @@ def test_groups_of_people_at_a_given_threshold_and_pictures_without_a_group(tmp_
     assert line and (float(line[1]), line[2], line[3]) == (pytest.approx(cosine, abs=1e-4), one, other)
 
 
-def test_a_report_of_a_list_is_not_replaced_because_a_count_of_pairs_was_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_report_of_a_list_is_not_replaced_because_a_count_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").touch()
     (tmp_path / "out.unfinished").touch()

@@ -270,9 +270,7 @@ def test_neither_the_order_of_kinds_nor_threads_change_a_row(place: tuple[Path, 
     folder, words = place
     words = [*words, "--targets", str(folder / "clean.bin")]
     found = []
-    for number, more in enumerate(
-        (["motion=9", "noise=40,20", "--threads", "1"], ["noise=20,40", "motion=9", "--threads", "5"])
-    ):
+    for number, more in enumerate((["motion=9", "noise=40,20", "--threads=1"], ["noise=20,40", "motion=9", "--threads=5"])):
         assert robustness.main([*words, "--kinds", *more, "--out", str(tmp_path / str(number))]) == 0
         rows = json.loads((tmp_path / str(number) / "results.json").read_text())["results"]
         found.append({(row["kind"], row["strength"]): row for row in rows})

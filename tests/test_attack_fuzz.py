@@ -59,9 +59,7 @@ def test_case_n_of_a_seed_is_the_same_always(inputs: dict[str, Input], monkeypat
     other = fuzz_formats.load_inputs(tmp_path)
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     for name in inputs:
-        first, again = (
-            [dump_case(make_case(name, one[name], 7, number), {}) for number in range(12)] for one in (inputs, other)
-        )
+        first, again = ([dump_case(make_case(name, one[name], 7, k), {}) for k in range(12)] for one in (inputs, other))
         assert first == again and first[3] != first[4], name
 
 

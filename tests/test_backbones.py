@@ -373,9 +373,7 @@ def test_a_rank_that_is_no_share_is_refused(gamma: float) -> None:
         ("ghostfacenet_v1_2", 48, ["pool.0.weight"]), ("ghostfacenet_v2_1", 80, ["pool.0.weight"]), ("edgeface_xs", 48, []),
     ],
 )  # fmt: skip
-def test_another_size_of_images_changes_only_what_depends_on_the_last_feature_map(
-    name: str, size: int, depends: list[str]
-) -> None:
+def test_an_image_size_changes_only_what_depends_on_the_last_feature_map(name: str, size: int, depends: list[str]) -> None:
     with torch.device("meta"):
         model = build_backbone(name, embedding_size=24, image_size=size)
     assert model(torch.empty(2, 3, size, size, device="meta")).shape == (2, 24)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from real_timm import timm  # noqa: F401, a fixture
-from rounding import FP32_UNIT
+from rounding import FP32_UNIT, rounding_bound
 from safetensors.torch import save_file
-from tiny_runs import ended_well, equal_weights, reshard_and_back, run_train, small_run, write_dataset
+from tiny_runs import ended_well, equal_weights, read_metrics, reshard_and_back, run_train, small_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -92,9 +92,8 @@ def test_the_normalisation_goes_into_the_first_layer_or_the_positions_and_names_
     ours.load_state_dict(translate(ours, file, fold=True))
     pixels = _pixels(8)
     expected = theirs.double()(_normalised(pixels.double(), (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)))
-    torch.testing.assert_close(
-        ours((pixels - 127.5) / 127.5).double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
-    )
+    found = ours((pixels - 127.5) / 127.5).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max()))
     assert torch.equal(ours.pos_embed[:, :1].double(), theirs.pos_embed[:, :1])
     with pytest.raises(ValueError, match=r"1 names are missing: pos_embed; 1 names are left over: else; set"):
         translate(ours, {name.replace("pos_embed", "else"): value for name, value in file.items()}, fold=True)
@@ -161,10 +160,8 @@ def test_positions_are_resized_to_the_size_of_the_images_as_timm_does(name: str,
     save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
     overlay = {"file": str(tmp_path / "weights.safetensors"), "num_classes": 0}
     loaded = small.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0, img_size=112).eval()
-    side, old = 112 // theirs.patch_embed.patch_size[0], 224 // theirs.patch_embed.patch_size[0]
-    grid = theirs.pos_embed.detach()[:, 1:].reshape(1, old, old, -1).permute(0, 3, 1, 2)
-    resized = nn.functional.interpolate(grid, (side, side), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(loaded.pos_embed.detach()[:, 1:], resized, rtol=0, atol=1e-6)
+    side = 112 // theirs.patch_embed.patch_size[0]
+    torch.testing.assert_close(loaded.pos_embed.detach()[0], _resized(theirs.pos_embed.detach()[0], side), rtol=0, atol=1e-6)
     with torch.no_grad():
         expected = loaded(_normalised(_pixels(112), theirs.pretrained_cfg["mean"], theirs.pretrained_cfg["std"]))
     _assert_same(_begun(name, tmp_path / "weights.safetensors", 112), 112, expected)
@@ -190,18 +187,26 @@ def _of_transformers(kind: str, size: int) -> Any:
     return transformers.SiglipModel(transformers.SiglipConfig(vision_config=vision, text_config=text))
 
 
-@pytest.fixture(scope="module")
-def of_transformers() -> dict[str, Any]:
-    """Return networks of transformers, by what they are."""
-    return {kind: _drawn(_of_transformers(kind, 112)) for kind in KINDS}
+def _resized(positions: Tensor, side: int) -> Tensor:
+    """Return the rows (n, D) of a square of patches, behind at most one more, for side * side patches."""
+    old = int(len(positions) ** 0.5)
+    grid = positions[len(positions) - old * old :].reshape(1, old, old, -1).permute(0, 3, 1, 2)
+    grid = nn.functional.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+    return torch.cat([positions[: len(positions) - old * old], grid[0].flatten(1).t()])
 
 
 @pytest.mark.numeric
+@pytest.mark.parametrize("size", [112, 224])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_transformers_begins_the_same_network(kind: str, of_transformers: dict[str, Any], small: Any, tmp_path: Path):
-    theirs, name = of_transformers[kind], KINDS[kind]
-    theirs.save_pretrained(tmp_path)  # under the names of files, which differ from those in the memory
-    torch.save(theirs.state_dict(), tmp_path / "memory.pth")
+def test_a_file_of_transformers_begins_the_same_network(kind: str, size: int, small: Any, tmp_path: Path):
+    theirs, larger, name = _drawn(_of_transformers(kind, 112)), _drawn(_of_transformers(kind, size)), KINDS[kind]
+    larger.save_pretrained(tmp_path)  # under the names of files, which differ from those in the memory
+    torch.save(larger.state_dict(), tmp_path / "memory.pth")
+    weights, side = larger.state_dict(), 112 // getattr(theirs.config, "vision_config", theirs.config).patch_size
+    for key in [key for key in weights if "position_emb" in key and "text" not in key]:
+        shape = weights[key].shape
+        weights[key] = _resized(weights[key].flatten(0, -2), side).view(*shape[:-2], -1, shape[-1])
+    theirs.load_state_dict(weights)
     settings = small.get_pretrained_cfg(name)
     images = _normalised(_pixels(112), settings.mean, settings.std)
     with torch.no_grad():
@@ -269,6 +274,8 @@ def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_o
     ended_well(run_train(2, [*of_2, "run.name=two"]))
     ended_well(run_train(3, [config, *given, "run.name=three"]))
     one, *others = (read_file(list_checkpoints(tmp_path / name)[-1], BACKBONE) for name in ("one", "two", "three"))
+    norm, *norms = (read_metrics(tmp_path / name)[2]["grad_norm"] for name in ("one", "two", "three"))
+    assert norms == pytest.approx([norm] * 2, rel=rounding_bound(torch.float32, 12 * 4 * 768))  # before it is clipped
     for name, value in one.items():  # two updates round a number below 1; the gradients' own errors are smaller
         assert not name.endswith("lora_b") or value.abs().max() > 1e-3
         for found in others:
@@ -277,5 +284,6 @@ def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_o
     ended_well(run_train(2, [*of_2, "run.name=broken"]))
     equal_weights(tmp_path / "two", tmp_path / "broken")
     assert torch.equal(one["network.blocks.3.mlp.fc1.weight"], theirs.state_dict()["blocks.3.mlp.fc1.weight"])
+    assert "backbone.trained_scale" in run_train(1, [config, *given, "run.name=not", "loss.topology=1"]).stderr
     assert evaluate([str(tmp_path / "two"), "--device", "cpu"]) == 0
     assert export.main([str(tmp_path / "two"), "--to", "onnx", "--out", str(tmp_path / "model.onnx")]) == 0

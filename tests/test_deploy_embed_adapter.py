@@ -115,7 +115,10 @@ def test_the_best_kind_is_chosen_and_a_hidden_layer_bends_what_no_linear_map_can
     assert fit(_pairs(turn), ["identity", "orthogonal"], OLD, NEW)[0].kind == "orthogonal"
     pairs = _pairs(np.eye(12), people=60)
     bent = pairs._replace(new=unit(np.abs(pairs.old @ turn) - 0.2))
-    mapped = {kind: apply(module.KINDS[kind](bent.old, bent.new), bent.old) for kind in ("linear", "mlp")}
+    fitted = {kind: module.KINDS[kind](bent.old, bent.new) for kind in ("linear", "mlp")}
+    mapped, t = {kind: apply(tensors, bent.old) for kind, tensors in fitted.items()}, fitted["mlp"]
+    hidden = np.maximum(bent.old @ t["inner"] + t["inner_bias"], 0) @ t["outer"]
+    np.testing.assert_allclose(mapped["mlp"], unit(bent.old @ t["weight"] + t["bias"] + hidden), rtol=1e-7, atol=1e-10)
     scores = {kind: float((rows * bent.new).sum(axis=1).mean()) for kind, rows in mapped.items()}
     assert scores["mlp"] > scores["linear"] + 0.02
     again = [module.fit_mlp(bent.old, bent.new)["outer"] for _ in range(2)]

@@ -198,9 +198,7 @@ def _growth() -> Iterator[SimpleNamespace]:
         thread.join()
 
 
-def test_a_save_beside_training_has_the_bytes_of_its_step_and_takes_the_memory_of_one_copy(
-    device: torch.device, tmp_path: Path
-):
+def test_a_save_beside_training_has_the_bytes_of_its_step_and_the_memory_of_one_copy(device: torch.device, tmp_path: Path):
     if not Path("/proc/self/statm").is_file():
         pytest.skip("needs Linux, to see the memory of this process")
     num_classes, dim = (400_000, 512) if device.type == "cuda" else (60_000, 512)

@@ -159,9 +159,7 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path, capsys: pyt
     assert said.count("\n") == 1 and bad.name in said and reason in said, said
 
 
-def test_names_that_are_no_utf8_are_skipped_by_the_rule_and_named_in_plain_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_names_that_are_no_utf8_are_skipped_by_rule_and_named_in_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     root = folder_of_people(tmp_path / "set", [8, 8])
     (root / "person_0" / os.fsdecode(b"bad\xff\x1b[2J.jpg")).write_bytes(b"no image")
     overrides = ["data.source=folder", "data.on_bad_record=skip", "data.max_bad_fraction=0.2", "eval.targets=[]"]

@@ -214,13 +214,15 @@ def test_a_training_moves_between_placements_and_numbers_of_processes_to_the_sam
     for name, plan in {
         "whole": ((2, 4, []),),
         "moved": ((2, 2, ON_DISK), (2, 4, [])),
+        "of the host": ((2, 4, ["head.placement=host"]),),
         "resharded": ((3, 2, []), (1, 4, [])),
         "resharded on disk": ((3, 2, ON_DISK), (1, 4, ON_DISK)),
     }.items():
         for processes, steps, where in plan:
             arguments = small_run(dataset, tmp_path, *more, *where, f"train.max_steps={steps}", f"run.name={name}")
             assert run_train(processes, arguments).returncode == 0
-    _assert_equal(final_weights(tmp_path / "moved"), final_weights(tmp_path / "whole"))
+    for name in ("moved", "of the host"):
+        _assert_equal(final_weights(tmp_path / name), final_weights(tmp_path / "whole"))
     _assert_equal(final_weights(tmp_path / "resharded on disk"), final_weights(tmp_path / "resharded"))
     log = (tmp_path / "moved" / "train.log").read_text()
     assert "on the disk (mini)" in log and "changed since that checkpoint: head.placement was 'disk', is 'device'" in log

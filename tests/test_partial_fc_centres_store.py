@@ -90,9 +90,7 @@ def _train(head: PartialFC, steps: range, lr: float = 0.05) -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-4), RowAdamW(0.9, 0.999, 1e-8, 0.05)])
 @pytest.mark.parametrize("state", ["lean", "tiny", "mini"])
-def test_one_update_lands_on_a_neighbour_and_on_average_on_the_exact_result(
-    state: str, optimizer: RowSGD | RowAdamW, kernels: str
-):
+def test_an_update_lands_on_a_neighbour_and_on_average_on_the_exact_one(state: str, optimizer: RowSGD | RowAdamW, kernels: str):
     lr = 0.05 if isinstance(optimizer, RowSGD) else 1e-3
     exact = _head("exact", kernels, optimizer)
     # numbers that all formats hold, so that all start alike

@@ -82,9 +82,7 @@ def _compare_statistics(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_statistics_of_a_margin_are_those_of_the_global_batch_and_counted_once_a_step(
-    run_ranks: Callable[..., None], world_size: int
-):
+def test_statistics_of_a_margin_are_of_the_global_batch_counted_once_a_step(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_compare_statistics, world_size)
 
 

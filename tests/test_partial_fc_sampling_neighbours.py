@@ -112,9 +112,7 @@ def _compare_ranks(rank: int, world_size: int) -> None:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_graph_is_the_same_at_any_number_of_ranks_and_the_exact_one_that_of_numpy(
-    run_ranks: Callable[..., None], world_size: int
-):
+def test_the_graph_is_the_same_on_any_ranks_and_the_exact_one_that_of_numpy(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_compare_ranks, world_size)
 
 

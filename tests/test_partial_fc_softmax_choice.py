@@ -62,9 +62,7 @@ def test_a_fused_head_takes_the_step_of_the_dense_head(
         assert relative(momentum, by_w) < bound
 
 
-def test_the_fastest_right_form_is_taken_on_all_ranks_and_the_log_has_the_times(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_fastest_right_form_is_taken_on_all_ranks_and_times_logged(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     chosen = []
     for times in ((4.0, 3.0, 1.25, 2.0), (1.0, 3.0, 2.0, 2.0)):
         _give_times(monkeypatch, *times)

@@ -80,9 +80,8 @@ def test_the_weights_are_those_at_the_end_of_the_rounds_and_of_equal_entropies_o
         found = entropy_weights(torch.from_numpy(entropy).float()).double().numpy()
         np.testing.assert_allclose(found, reference_weights(entropy), rtol=0, atol=1e-4)
     for value, weight in ((3.0, 1.4717), (0.0, 1.0158)):
-        torch.testing.assert_close(
-            entropy_weights(torch.full((count,), value)), torch.full((count,), weight), rtol=0, atol=1e-4
-        )
+        found = entropy_weights(torch.full((count,), value))
+        torch.testing.assert_close(found, torch.full((count,), weight), rtol=0, atol=1e-4)
 
 
 def test_the_weights_are_those_of_the_authors():

@@ -301,9 +301,7 @@ def test_a_test_file_has_the_name_of_the_module_or_the_room_that_it_tests():
         ("gpu or numeric", True),
     ],
 )  # fmt: skip
-def test_only_tests_that_are_marked_gpu_see_one(
-    marks: str, sees: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-):
+def test_only_tests_marked_gpu_see_one(marks: str, sees: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(pytestconfig.option, "markexpr", marks)
     conftest.pytest_configure(pytestconfig)

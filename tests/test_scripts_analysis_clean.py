@@ -53,9 +53,7 @@ def _run(*words: object) -> int:
     return face.main([str(word) for word in words])
 
 
-def test_a_noisy_set_becomes_a_clean_one(
-    there: tuple[Path, Planted, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_noisy_set_becomes_clean(there: tuple[Path, Planted, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, made, _ = there
     strangers = np.random.default_rng(8).normal(size=(120, SIZE))
     vectors = np.concatenate([made.vectors[made.people == 44], strangers / np.linalg.norm(strangers, axis=1, keepdims=True)])
@@ -168,9 +166,7 @@ def _lines(out: Path) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
-def test_a_share_of_impostors_replaces_the_border_and_nothing_moves_at_1(
-    there: tuple[Path, Planted, np.ndarray], tmp_path: Path
-):
+def test_a_share_of_impostors_replaces_the_border_and_none_moves_at_1(there: tuple[Path, Planted, np.ndarray], tmp_path: Path):
     folder, made, order = there
     dropped = []
     for far in (0.5, 0.05):

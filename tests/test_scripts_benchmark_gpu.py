@@ -132,9 +132,7 @@ def test_a_device_that_is_not_there_or_no_time_is_one_line(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(("device", "calls"), [("cuda", 20), ("cpu", 1)])
-def test_bare_work_on_a_gpu_is_timed_over_twenty_calls_between_two_waits(
-    monkeypatch: pytest.MonkeyPatch, device: str, calls: int
-):
+def test_bare_work_on_a_gpu_is_timed_over_twenty_calls_between_waits(monkeypatch: pytest.MonkeyPatch, device: str, calls: int):
     """The clock counts a second for a call of the work, and nine for a wait."""
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))

@@ -52,9 +52,7 @@ def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], 
     run_ranks(_plain_equals_dense, world_size)
 
 
-def test_the_benchmark_measures_draws_and_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_it_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     file, early = tmp_path / "result.json", []
     monkeypatch.setattr(benchmark_head, "time_draws", lambda _: early.append(json.loads(file.read_text())["rows"]) or DRAWS)
     small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "1", "--storage", "lean", "--matmul", "fp32"]

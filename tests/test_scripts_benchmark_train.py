@@ -69,9 +69,7 @@ def test_the_report_has_all_loops_and_its_figures_agree(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(("name", "image_size"), [("r18", 112), ("r18", 48), ("vit_t", 112)])
-def test_useful_operations_are_those_of_convolutions_and_products_thrice(
-    monkeypatch: pytest.MonkeyPatch, name: str, image_size: int
-):
+def test_useful_operations_are_of_convolutions_and_products_thrice(monkeypatch: pytest.MonkeyPatch, name: str, image_size: int):
     monkeypatch.setattr(benchmark_train, "measured_rates", lambda dtype, device: (2.0, 1.0))
     numbers = {"width": 0.5, "image_size": image_size, "classes": 100, "batch_size": 10, "processes": 1}
     options = argparse.Namespace(backbone=name, precision="fp32", **numbers)

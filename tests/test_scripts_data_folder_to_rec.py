@@ -341,9 +341,7 @@ def test_sampled_pairs_of_a_folder_and_of_its_set_are_the_same(tmp_path: Path):
 
 
 @pytest.mark.parametrize("argument", ["--threads=0", "--size=0", "--quality=101", "--min-images=0", "--threads=two"])
-def test_numbers_out_of_range_are_refused_before_anything_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str
-):
+def test_numbers_out_of_range_are_refused_before_all_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str):
     with pytest.raises(SystemExit) as refused:
         folder_to_rec.main([str(tmp_path), str(tmp_path / "out"), argument])
     assert refused.value.code == 2

@@ -277,9 +277,7 @@ def test_no_face_anywhere_is_an_error_that_names_the_list(detector: Path, tmp_pa
     assert _rows(tmp_path / "out" / "rejected.csv")[1] == ["a.png", "no face found"]
 
 
-def test_a_second_run_into_the_same_folder_is_refused(
-    folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_second_run_in_a_folder_is_refused(folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / "detect.jsonl", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -103,9 +103,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.numeric
-def test_vectors_are_those_of_the_plain_forward_pass(
-    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_vectors_are_those_of_a_forward_pass(weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert _run(weights, crops, tmp_path / "f.npy") == 0
     said = capsys.readouterr().out
     assert "3 of 26 pictures rejected, with the reason in f.npy.rejected.csv" in said

@@ -82,9 +82,7 @@ def test_the_stored_face_is_the_picture(unbroken: Path, people: Path):
             assert np.array_equal(gallery.picture(image.number), expected)
 
 
-def test_kills_at_random_moments_lose_nothing_that_was_confirmed(
-    network: list[str], people: Path, unbroken: Path, tmp_path: Path
-):
+def test_kills_at_random_moments_lose_nothing_confirmed(network: list[str], people: Path, unbroken: Path, tmp_path: Path):
     """The number of kills is FACE_KILLS, 6 by default."""
     expected, rng = _content(unbroken), random.Random(os.environ.get("FACE_SEED") or time.time_ns())
     confirmed: set[tuple[str, str]] = set()
@@ -126,9 +124,7 @@ def test_kills_at_random_moments_lose_nothing_that_was_confirmed(
     print(f"{killed} kills, {in_the_middle} of them after some pictures were confirmed")
 
 
-def test_two_enrolments_of_one_folder_at_once_enrol_each_picture_once(
-    network: list[str], people: Path, unbroken: Path, tmp_path: Path
-):
+def test_two_enrolments_at_once_enrol_each_picture_once(network: list[str], people: Path, unbroken: Path, tmp_path: Path):
     outputs = [tmp_path / name for name in "ab"]
     words = _words(network, tmp_path / "g", people, "--list", "--batch-size", "3")
     started = []

@@ -469,9 +469,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("key", HOSTILE)
-def test_metadata_that_is_wrong_or_hostile_is_one_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
-):
+def test_wrong_or_hostile_metadata_is_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str):
     model = onnx.load(source / "bytes.onnx")
     (entry,) = [entry for entry in model.metadata_props if entry.key == key]
     for number, value in enumerate(HOSTILE[key]):
@@ -491,9 +489,7 @@ def test_metadata_that_is_wrong_or_hostile_is_one_line(
 @pytest.mark.parametrize(
     "text", ["", "[1]", "{}", '{"face.contract": 1}', '{"face.contract": "1", "face.run": {}}', "x" * 70_000]
 )
-def test_the_extra_file_of_a_program_may_hold_anything(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-):
+def test_a_programs_extra_file_may_hold_anything(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
     path = tmp_path / "net.pt2"
     with zipfile.ZipFile(source / "bytes.pt2") as sound, zipfile.ZipFile(path, "w") as target:
         for name in sound.namelist():

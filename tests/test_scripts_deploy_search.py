@@ -65,9 +65,7 @@ def test_json_screen_and_gallery_agree(place: tuple[list[str], Path], tmp_path: 
     assert np.array_equal(sheet[:112, 4:116], drawn)
 
 
-def test_pictures_of_several_folders_are_told_apart(
-    place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_pictures_of_folders_are_told_apart(place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     network, folder = place
     given = [str(folder / "queries" / f"person_{person}" / "2.png") for person in (0, 1)]
     bad = tmp_path / "2.png"
@@ -119,9 +117,7 @@ def test_first_comes_the_answer_and_the_sheet_frames_the_person_above_the_thresh
             assert (row[:112, left : left + 3] == (0, 200, 0)).all() == framed
 
 
-def test_the_rates_are_those_of_a_count_by_hand(
-    place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_rates_are_those_of_a_count_by_hand(place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for by in ("image", "template"):
         words = _words(place, "--labelled", "--by", by, "--k", "9", "--json", str(tmp_path / "a.json"))
         assert search.main(words) == 0

@@ -530,9 +530,7 @@ def test_ctrl_c_while_the_address_is_printed_ends_the_page_as_later(place: Path,
         (["--port", "{port}"], "is in use by another program; choose another"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(
-    place: Path, page: Page, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
-):
+def test_what_it_refuses_is_one_line(place: Path, page: Page, more: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     given = [word.replace("{place}", str(place)).replace("{port}", str(page.port)) for word in more]
     assert program.main([str(place / "face.onnx"), *SETTINGS, *([] if "--port" in given else ["--port", "0"]), *given]) == 1
     said = capsys.readouterr().err

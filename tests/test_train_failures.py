@@ -32,9 +32,7 @@ from utils.optim import unscale_and_clip_grad_norm_
 from utils.precision import LossScaler
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_loss_that_is_not_finite_stops_and_names_the_step(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The weights are finite after step 0, though far too large: what they give in step 1 is not."""
     overrides = ["optimizer.lr=1e30", "optimizer.clip_norm=0", "checkpoint.every=1", "eval.targets=[]"]
     error = error_of(train.main(small_run(dataset, tmp_path, *overrides)), capsys)
@@ -223,9 +221,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_p
         ("dies", "rank 1 was in step"),
     ],
 )
-def test_a_rank_that_fails_or_dies_ends_the_others_long_before_a_collective_would(
-    dataset: Path, tmp_path: Path, act: str, said: str
-):
+def test_a_rank_that_fails_or_dies_ends_others_long_before_a_collective(dataset: Path, tmp_path: Path, act: str, said: str):
     arguments = small_run(dataset, tmp_path, "eval.targets=[]", "data.threads=1", "data.prefetch=1")
     done = run_program(_train_with_a_bad_rank, [[act, *arguments]] * 2)  # within two minutes; a collective would wait for 30
     assert done.returncode != 0

@@ -89,13 +89,11 @@ def _mean_by_hand(run: Path, arguments: list[str], label: int, of_label: slice) 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centres(
-    source: Path, tmp_path: Path, num_processes: int
-):
+def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_centres(source: Path, tmp_path: Path, num_processes: int):
     run = source / "tiny"
     init = [f"init.backbone={run}", f"init.head={run}", f"init.classes={source / 'map.txt'}", "init.images_per_class=3"]
-    done = run_train(num_processes, tiny_run(source / "more", tmp_path, *SHORT, *init, "optimizer.lr=0", "train.max_steps=1"))
-    assert done.returncode == 0, done.stderr
+    init += ["optimizer.lr=0", "train.max_steps=1"]
+    ended_well(run_train(num_processes, tiny_run(source / "more", tmp_path, *SHORT, *init)))
     old, new = _centres(run), _centres(tmp_path / "tiny")
     assert new.shape == (15, 16)
     for label in range(NUM_CLASSES):
@@ -177,9 +175,7 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
     assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, "train.max_steps=7")) == 0
 
 
-def test_the_table_of_rules_is_logged_and_a_run_goes_on_under_others(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_rules_are_logged_and_a_run_goes_on_under_others(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The last rules have no effect, but number the parameters in another order, in which a norm would be rounded otherwise."""
     rules = "optimizer.rules=[{match: biases}, {match: layer2, weight_decay: 0.0005}]"
     run = tiny_run(source / "data", tmp_path, *SHORT, "train.max_steps=6", "checkpoint.every=3", "optimizer.clip_norm=0")
@@ -208,9 +204,7 @@ def test_other_frozen_parts_are_no_way_to_resume(source: Path, tmp_path: Path, c
     assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.1.conv1, layer3.1]"]) == 0
 
 
-def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_fine_tuned_run_goes_to_arcface_torch_with_moments(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rules = [ParameterRule("norms", weight_decay=0.0), ParameterRule("layer2", 0.5), ParameterRule("fc", 0.0)]
     entries = "[{match: norms, weight_decay: 0}, {match: layer2, lr_factor: 0.5}, {match: fc, lr_factor: 0}]"
     parts = ["backbone.freeze=[layer1, layer3.0.bn1]", f"optimizer.rules={entries}"]
@@ -233,7 +227,7 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("given", "says"),
     [
         (["init.backbone=/nowhere"], "no run folder, checkpoint or weights file at /nowhere"),
         (["init.head=RUN"], "init.head needs init.backbone"),
@@ -258,11 +252,9 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         (["optimizer.rules=[{match: layer1.0}]", "backbone.freeze=[layer1]"], "parameters that it matches are frozen; take"),
     ],
 )
-def test_a_mistake_is_one_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
-):
-    words = [text.replace("RUN", str(source / "tiny")).replace("MORE", str(source / "more")) for text in overrides]
-    assert message in error_of(train.main(tiny_run(source / "data", tmp_path, *SHORT, *words)), capsys)
+def test_a_mistake_is_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], says: str):
+    words = [text.replace("RUN", str(source / "tiny")).replace("MORE", str(source / "more")) for text in given]
+    assert says in error_of(train.main(tiny_run(source / "data", tmp_path, *SHORT, *words)), capsys)
 
 
 def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(

@@ -31,9 +31,7 @@ class _Loader:
         for step in range(LAST):
             if step == self.broken:
                 raise ValueError(f"record {step} cannot be decoded")
-            yield LoadedBatch(
-                torch.zeros(4, 2, 2, 3), torch.full((4,), step), torch.zeros(4, dtype=torch.bool), torch.arange(4)
-            )
+            yield LoadedBatch(torch.zeros(4, 2, 2, 3), torch.full((4,), step), torch.zeros(4).bool(), torch.arange(4))
 
 
 class _Head:

@@ -12,8 +12,18 @@ import pytest
 import torch
 from dense_reference import active_classes, all_centres, dense_loss, relative
 from easydict import EasyDict
-from rounding import head_bounds, rounding_bound
-from tiny_runs import NUM_CLASSES, error_of, read_metrics, reshard_and_back, run_train, tiny_run, write_old_and_new
+from rounding import head_bounds, network_bound, rounding_bound
+from tiny_runs import (
+    NUM_CLASSES,
+    ended_well,
+    error_of,
+    read_metrics,
+    reshard_and_back,
+    run_program,
+    run_train,
+    tiny_run,
+    write_old_and_new,
+)
 from torch import nn
 
 import train
@@ -150,8 +160,10 @@ def _by_label(checkpoint: Path, count: int, head: str, name: str = "centres") ->
 def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_same_bits(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run = functools.partial(_run, place, tmp_path, "more", *_to_old(place))
+    run = functools.partial(_run, place, tmp_path, "more", *_to_old(place), "compatible.weight=0.3")
     assert (ended := run_train(2, run("run.name=whole"))).returncode == 0, ended.stderr
+    for values in read_metrics(tmp_path / "whole").values():
+        assert values["loss"] == pytest.approx(values["loss_softmax"] + 0.3 * values["loss_compatible"], rel=1e-6)
     said = f"compatible with {place / 'old'}: 12 of its class centres, and means of its embeddings for 3 other classes"
     assert said in ended.stdout and "frozen head: 15 classes" in ended.stdout and "compatible: cos+ 0." in ended.stdout
     whole = list_checkpoints(tmp_path / "whole")
@@ -173,8 +185,7 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
         assert float(frozen[label].norm()) == pytest.approx(float(old.norm(dim=1).mean()), rel=1e-5)
 
     reshard_and_back(whole[0], tmp_path / "broken")
-    assert (ended := run_train(2, run("run.name=broken"))).returncode == 0, ended.stderr
-    assert "step_00000003 after step 3" in ended.stdout
+    assert "step_00000003 after step 3" in ended_well(run_train(2, run("run.name=broken"))).stdout
     last, again = whole[-1], list_checkpoints(tmp_path / "broken")[-1]
     for head in ("softmax", COMPATIBLE):
         for name, value in shard_reader(last, head)(0, 15).items():
@@ -189,17 +200,29 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
     assert torch.equal(_by_label(list_checkpoints(tmp_path / "three")[-1], 15, COMPATIBLE), frozen)
 
 
-def test_a_resume_with_another_old_network_or_without_it_is_refused(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+@pytest.mark.numeric
+def test_one_two_and_three_processes_train_the_same(place: Path, tmp_path: Path):
+    same, found = ["head.sample_rate=1", "train.batch_size=12", "train.accumulation=2", "train.max_steps=2"], []
+    for count in (1, 2, 3):
+        words = [*_to_old(place), *same, "backbone.freeze_norm=true", f"run.name=of_{count}"]
+        ended_well(run_train(count, _run(place, tmp_path, "more", *words)))
+        found.append([read_metrics(tmp_path / f"of_{count}")[2][name] for name in ("loss", "loss_compatible", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=network_bound())
+    assert found[2] == pytest.approx(found[0], rel=network_bound())
+
+
+def test_a_resume_with_another_old_network_or_none_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(place / "old", tmp_path / "old")
     run = functools.partial(_run, place, tmp_path, "data", "run.name=new", "checkpoint.every=2")
     with_old = f"compatible.path={tmp_path / 'old'}"
     assert train.main(run(with_old, "train.max_steps=2")) == 0
+    ended_well(run_program(train.main, [run(f"compatible.path={old / 'old'}", "run.name=copies") for old in (place, tmp_path)]))
     assert train.main(run("train.max_steps=3")) == 1
     assert "heads compatible, softmax, this run has softmax; set tasks and compatible.path to" in capsys.readouterr().err
     shutil.rmtree(list_checkpoints(tmp_path / "old")[-1])  # the newest is now an earlier one
     assert "weights of compatible.path was" in error_of(train.main(run(with_old, "train.max_steps=3")), capsys)
+    ended = run_program(train.main, [run(f"compatible.path={old / 'old'}", "run.name=copies") for old in (place, tmp_path)])
+    assert ended.returncode == 1 and "compatible.path must be the same checkpoint for all processes" in ended.stderr
 
 
 def test_old_networks_that_do_not_fit_are_named_with_the_key(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -212,6 +235,7 @@ def test_old_networks_that_do_not_fit_are_named_with_the_key(place: Path, tmp_pa
         assert "compatible." in said and says in said
     for words, says in (
         (["compatible.classes=a"], "compatible.classes needs compatible.path"),
+        (["compatible.path=a", "tasks=[{name: a}]"], "compatible.path is for a run without tasks, got 1"),
         (["compatible.path=a", "head.sub_centers=2"], "compatible.path needs head.sub_centers=1, got 2"),
         (["compatible.weight=0"], "compatible.weight must be above 0, got 0"),
     ):

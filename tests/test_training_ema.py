@@ -125,9 +125,7 @@ def test_the_average_is_evaluated_beside_the_weights_and_ranks_the_checkpoints(
     assert re.search(rf"^tiny .* {averaged['xnorm']:.2f}$", capsys.readouterr().out, re.M)
 
 
-def test_a_run_may_begin_or_leave_out_an_average_where_it_resumes(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_may_begin_or_drop_an_average_where_it_resumes(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     steps = ["eval.targets=[]", *SMALL]
     assert train.main(small_run(dataset, tmp_path, *steps, "train.ema=0", "train.max_steps=2")) == 0
     run = tmp_path / "tiny"

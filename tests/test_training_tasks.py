@@ -13,7 +13,7 @@ import yaml
 from dense_reference import all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
-from tiny_runs import face, read_metrics, reshard_and_back, run_program, tiny_run, write_dataset
+from tiny_runs import ended_well, error_of, face, read_metrics, reshard_and_back, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -24,6 +24,7 @@ from deploy.card.facts import data_facts, recipe_facts
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.centres.shard import slots_of_classes
+from partial_fc.init import open_centres
 from scripts import checkpoint as checkpoint_program
 from scripts.arcface_torch import export_checkpoint
 from scripts.eval import compare_runs
@@ -31,6 +32,7 @@ from training.ahead import PreparedStep
 from training.model import Model
 from training.setup import Task, batch_sizes
 from training.step import forward_backward
+from training.teachers import Teacher
 from utils import distributed
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, shard_reader
@@ -56,6 +58,11 @@ class _Network(nn.Module):
         return self.layer(nn.functional.adaptive_avg_pool2d(images, 2).flatten(1))
 
 
+def _teacher() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, DIM))
+
+
 def _batches() -> dict[str, LoadedBatch]:
     generator = torch.Generator().manual_seed(1)
     batches = {}
@@ -71,7 +78,7 @@ def _batches() -> dict[str, LoadedBatch]:
 
 def _dense() -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
     """Return the losses, the gradient of the layer and the centres after a step, in float64, all classes and samples here."""
-    network, losses, total = _Network().double(), {"landmarks": 0.0}, torch.zeros(())
+    network, losses, total = _Network().double(), {"landmarks": 0.0, "teacher_embedding": 0.0}, torch.zeros(())
     centres = {name: all_centres(classes, DIM, seed=3).double().requires_grad_() for name, classes in CLASSES.items()}
     for name, batch in _batches().items():
         pixels = (batch.images.permute(0, 3, 1, 2).double() - 127.5) / 127.5
@@ -81,7 +88,9 @@ def _dense() -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
         losses[name], total = loss.item(), total + WEIGHTS[name] * loss
         error = (output[:, DIM:].view(-1, 5, 2) - batch.landmarks).abs().nan_to_num()
         losses["landmarks"] += error.sum().item() / (10 * sum(SAMPLES.values()))
-        total = total + error.sum() / (10 * sum(SAMPLES.values()))
+        cosine = torch.cosine_similarity(output[:, :DIM], _teacher().double()(pixels).detach())
+        losses["teacher_embedding"] += (1 - cosine).sum().item() / sum(SAMPLES.values())
+        total = total + error.sum() / (10 * sum(SAMPLES.values())) + 3 * (1 - cosine).sum() / sum(SAMPLES.values())
     total.backward()
     gradient = network.layer.weight.grad
     assert gradient is not None
@@ -94,7 +103,9 @@ def _one_step(rank: int, world_size: int, accumulation: int) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     network, config = _Network(), HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=2)
     heads = {name: PartialFC(MARGINS[name], CLASSES[name], DIM, rank, world_size, 3, config) for name in CLASSES}
-    model = Model(network, build_optimizer(network, "sgd", RATE, 0.0, 0.0), heads, LossScaler(enabled=False), None)
+    teacher = Teacher(_teacher(), 112, DIM, "", 0, {"teacher_embedding": 3.0}, False, "")
+    optimizer = build_optimizer(network, "sgd", RATE, 0.0, 0.0)
+    model = Model(network, optimizer, heads, LossScaler(enabled=False), None, teacher=teacher)
     order = SampleOrder(12, 12, 0, False, "full", 1, 1)
     own = EasyDict(loss={"topology": 0.0})
     tasks = [Task(name, own, SyntheticDataset(2, 12, 0), order, 0, WEIGHTS[name]) for name in CLASSES]
@@ -113,11 +124,13 @@ def _one_step(rank: int, world_size: int, accumulation: int) -> None:
     for name, head in heads.items():
         loss_bound, gradient_bound = head_bounds(8.0, DIM, SAMPLES[name])
         assert float(found[name]) == pytest.approx(losses[name], abs=loss_bound + of_embeddings)
-        assert float(found["landmarks"]) == pytest.approx(losses["landmarks"], abs=of_embeddings)
+        for other in ("landmarks", "teacher_embedding"):
+            assert float(found[other]) == pytest.approx(losses[other], abs=of_embeddings)
         moved, should = head.centres.double(), centres[name][torch.from_numpy(head.shard_classes())]
         first = all_centres(CLASSES[name], DIM, seed=3)[torch.from_numpy(head.shard_classes())].double()
         assert float((moved - should).norm()) < (gradient_bound + of_embeddings) * float((should - first).norm())
-    assert float(total) == pytest.approx(float(found["softmax"] + 0.5 * found["second"] + found["landmarks"]))
+    together = found["softmax"] + 0.5 * found["second"] + found["landmarks"] + 3 * found["teacher_embedding"]
+    assert float(total) == pytest.approx(float(together))
     assert network.layer.weight.grad is not None
     assert relative(network.layer.weight.grad, gradient) < head_bounds(8.0, DIM, 1)[1] + of_embeddings
 
@@ -154,15 +167,17 @@ def test_sets_with_a_map_and_a_task_of_one_entry_train_as_one_merged_set(tmp_pat
     }
     for count, names in ((1, list(ways)), (2, ["merged", "joined"]), (3, ["merged", "joined"])):
         for name in names:
-            shared = [f"run.name={name}_{count}", "head.sample_rate=0.5", "eval.targets=[]", "train.max_steps=6"]
-            run = tiny_run(
-                tmp_path, tmp_path, *shared, "train.batch_size=12", "train.accumulation=2", *ways[name], image_size=48
-            )
-            assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
+            shared = ["head.sample_rate=0.5", "eval.targets=[]", "train.max_steps=6", "train.accumulation=2", *ways[name]]
+            run = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48, batch_size=12)
+            ended_well(run_program(train.main, [run(f"run.name={name}_{count}")] * count))
         first, *others = (_ends(tmp_path / f"{name}_{count}", {"softmax": 8}) for name in names)
         assert first["softmax.centres"].shape == (8, 16)
         for other in others:
-            assert first.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in first.items())
+            _assert_equal(first, other)
+        if count == 2:
+            reshard_and_back(list_checkpoints(tmp_path / "joined_2")[0], tmp_path / "broken")
+            assert "after step 4" in ended_well(run_program(train.main, [run("run.name=broken")] * 2)).stdout
+            _assert_equal(first, _ends(tmp_path / "broken", {"softmax": 8}))
 
 
 DRAWN = "data: {source: synthetic, num_classes: 9, num_images: 30}, loss: {name: arcface}"
@@ -173,6 +188,10 @@ def _ends(run: Path, heads: dict[str, int]) -> dict[str, Tensor]:
     newest = list_checkpoints(run)[-1]
     rows = {name: shard_reader(newest, name)(0, classes) for name, classes in heads.items()}
     return {**read_backbone(newest), **{f"{head}.{name}": value for head, by in rows.items() for name, value in by.items()}}
+
+
+def _assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -189,23 +208,22 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert ended.returncode == 0 and "step_00000003 after step 3" in ended.stdout, ended.stderr
     names = {path.name for path in list_checkpoints(tmp_path / "broken")[-1].iterdir()}
     assert {f"{head}_0000{rank}_of_00002.safetensors" for head in heads for rank in (0, 1)} < names
-    whole, broken = _ends(tmp_path / "whole", heads), _ends(tmp_path / "broken", heads)
-    assert "second.momentum" in whole and all(torch.equal(broken[name], value) for name, value in whole.items())
+    whole = _ends(tmp_path / "whole", heads)
+    assert "second.momentum" in whole
+    _assert_equal(whole, _ends(tmp_path / "broken", heads))
     last = read_metrics(tmp_path / "whole")[6]
     assert read_metrics(tmp_path / "broken")[6]["loss"] == last["loss"] > 0
     assert last["loss"] == pytest.approx(0.5 * last["loss_first"] + 0.25 * last["loss_second"], rel=1e-5)
     # the program for checkpoints knows of both
     assert checkpoint_program.main(["verify", str(tmp_path / "whole")]) == 0
     assert checkpoint_program.main(["reshard", str(tmp_path / "whole"), "3", str(tmp_path / "again")]) == 0
-    again = _ends(tmp_path / "again", heads)
-    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    _assert_equal(whole, _ends(tmp_path / "again", heads))
     merge = ["merge", str(tmp_path / "whole"), str(tmp_path / "second.pt")]
     assert checkpoint_program.main(merge) == 1
     assert "it has the heads first, second, got no name; name one of them" in capsys.readouterr().err
-    assert export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]) == 1
-    assert "its network was trained with tasks, and arcface_torch has one head" in capsys.readouterr().err
-    assert checkpoint_program.main([*merge, "--head", "third"]) == 1
-    assert "got third; face checkpoint show lists them" in capsys.readouterr().err
+    said = error_of(export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]), capsys)
+    assert "its network was trained with tasks, and arcface_torch has one head" in said
+    assert "got third; face checkpoint show lists" in error_of(checkpoint_program.main([*merge, "--head", "third"]), capsys)
     assert checkpoint_program.main([*merge, "--head", "second"]) == 0
     seed = read_manifest(list_checkpoints(tmp_path / "whole")[-1])["run_signature"]["tasks"]["second"]["seed"]
     by_label = whole["second.centres"][torch.from_numpy(slots_of_classes(np.arange(9), 9, seed))]
@@ -249,13 +267,16 @@ def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(dataset: P
     run = functools.partial(tiny_run, dataset, tmp_path, *shared, image_size=48)
     assert run_program(train.main, [run(TWO, "run.name=old")]).returncode == 0
     old = f"init.backbone={tmp_path / 'old'}", f"init.head={tmp_path / 'old'}"
-    ended = run_program(train.main, [run(TWO, "run.name=both", *old)])
-    assert ended.returncode == 0 and "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout, ended.stderr
     (tmp_path / "map").write_text("".join(f"{label} {11 - label}\n" for label in range(12)))  # labels of the first alone
-    ended = run_program(train.main, [run(TWO, "run.name=mapped", *old, f"init.classes={tmp_path / 'map'}", "optimizer.lr=0")])
-    assert ended.returncode == 0 and "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout, ended.stderr
-    ended = run_program(train.main, [run(TWO.replace("second", "third"), "run.name=third", *old)])
-    assert ended.returncode == 0 and "class centres: 12 kept, 0 from images, 9 at random" in ended.stdout, ended.stderr
+    for name, more in (("both", []), ("mapped", [f"init.classes={tmp_path / 'map'}", "optimizer.lr=0"])):
+        ended = ended_well(run_program(train.main, [run(TWO, f"run.name={name}", *old, *more)]))
+        assert "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout
+    centres, mapped = (open_centres(tmp_path / name, "first").read(np.arange(12)) for name in ("old", "mapped"))
+    assert torch.equal(mapped, centres.flip(0)) and not torch.equal(mapped, centres)
+    ended = ended_well(run_program(train.main, [run(TWO.replace("second", "third"), "run.name=third", *old)]))
+    assert "class centres: 12 kept, 0 from images, 9 at random" in ended.stdout
+    whole = run_program(train.main, [run(TWO, "run.name=whole", "train.max_steps=0", "train.epochs=1")])
+    assert "finished 7 steps" in ended_well(whole).stdout  # an epoch has the 30 images of both sets
     runs = [str(tmp_path / name) for name in ("both", "third")]
     assert compare_runs.main([*runs, "--out", str(tmp_path / "table")]) == 0
     assert "tasks.second.head.sample_rate" in (tmp_path / "table" / "comparison.md").read_text()

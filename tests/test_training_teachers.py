@@ -12,7 +12,16 @@ import torch
 from dense_reference import all_centres
 from pictures import folder_of_people
 from rounding import rounding_bound
-from tiny_runs import ended_well, equal_weights, read_metrics, reshard_and_back, run_program, tiny_run, write_dataset
+from tiny_runs import (
+    ended_well,
+    equal_weights,
+    final_weights,
+    read_metrics,
+    reshard_and_back,
+    run_program,
+    tiny_run,
+    write_dataset,
+)
 from torch import Tensor, nn
 
 import train
@@ -191,10 +200,8 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teache
     plain = tiny_run(place, tmp_path, "eval.targets=[]", "train.max_steps=1", "run.name=plain", image_size=48)
     assert run_program(train.main, [plain] * 2).returncode == 0  # the first loss of the labels alone
     of_labels = read_metrics(tmp_path / "plain")[1]["loss"]
-    together = (
-        of_labels + 2 * last["loss_teacher_embedding"] + 3 * last["loss_teacher_relations"] + 0.5 * last["loss_teacher_logits"]
-    )
-    assert last["loss"] == pytest.approx(together, rel=1e-6) and last["loss_teacher_relations"] > 0
+    taught = [last[f"loss_teacher_{name}"] for name in ("embedding", "relations", "logits")]
+    assert last["loss"] == pytest.approx(of_labels + np.dot([2, 3, 0.5], taught), rel=1e-6) and min(taught) > 0
     other = ["run.name=broken", "train.max_steps=5", f"teacher.path={place / 'old' / 'checkpoints' / 'step_00000004'}"]
     assert (ended := run_program(train.main, [run(*other)])).returncode == 0, ended.stderr  # the same weights elsewhere
     other[1:] = ["train.max_steps=6", f"teacher.path={tmp_path / 'plain'}"]
@@ -251,8 +258,13 @@ def test_a_teacher_that_is_the_student_has_nothing_to_say(place: Path, tmp_path:
     logits = [*shared, f"init.head={place / 'old'}", f"teacher.path={place / 'old'}", "teacher.logits=1"]
     assert _first(place, tmp_path, "logits", *logits) < 1e-6 and abs(_loss(tmp_path / "logits", name="logits")) < 1e-5
     _first(place, tmp_path, "random", *shared[1:], *logits[3:])
-    assert _loss(tmp_path / "random", name="logits") > 0.1
+    _first(place, tmp_path, "warm", *shared[1:], *logits[3:], "loss.scale=32", "teacher.temperature=2")  # the same quotient
+    of_random, of_warm = (_loss(tmp_path / name, name="logits") for name in ("random", "warm"))
+    assert of_random > 0.1 and of_warm == pytest.approx(4 * of_random, rel=1e-5)
     assert _first(place, tmp_path, "other", *shared[1:], f"teacher.path={place / 'old'}") > 0.1
+    of_logits, without = (final_weights(tmp_path / name) for name in ("random", "other"))
+    changed = {name for name, value in of_logits.items() if not torch.equal(value, without[name])}
+    assert changed and {"centres", "momentum"} <= of_logits.keys() - changed
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -267,6 +279,24 @@ def test_the_same_teacher_as_a_run_and_as_a_file_of_it(place: Path, tmp_path: Pa
         assert of_file == pytest.approx(of_run, abs=1e-4) and of_run > 0.1
     # it gets images of its size
     assert _first(place, tmp_path, "larger", f"teacher.path={tmp_path / 'teacher.onnx'}", image_size=64) > 0.1
+
+
+@pytest.mark.numeric
+def test_a_teacher_of_another_size_gets_the_images_scaled_by_a_triangle_as_wide_as_two_of_its_pixels():
+    images = torch.randint(0, 256, (2, 64, 64, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    weights = torch.stack([1 - ((torch.arange(64) + 0.5) * 48 / 64 - (k + 0.5)).abs() for k in range(48)]).clamp_min(0)
+    weights /= weights.sum(1, keepdim=True)
+    expected = weights @ ((images.permute(0, 3, 1, 2).float() - 127.5) / 127.5) @ weights.T
+    found = Teacher(nn.Flatten(), 48, 3 * 48**2, "", 0, {}, False, "").embed([(images, torch.zeros(2).bool())], torch.arange(2))
+    torch.testing.assert_close(found.view(expected.shape), expected, rtol=0, atol=rounding_bound(torch.float32, 9, 64))
+
+
+def test_a_projection_leaves_out_a_micro_batch_that_is_not_finite():
+    projection, given, taught = Projection(2, 3), torch.eye(2), torch.ones(2, 3)
+    projection(given, taught, Collectives(1))
+    before = projection.moments.clone()
+    assert projection(given, taught / 0, Collectives(1)).isfinite().all() and before.any()
+    assert torch.equal(projection.moments, before)
 
 
 def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes_to_the_same_bits(
@@ -293,19 +323,20 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
         assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
         assert _loss(tmp_path / f"once_{count}") == pytest.approx(expected, abs=1e-5)
     # of another size than the student's, whose map is a part of the checkpoint, also of one for other processes
-    words = [*FOUR_STEPS, f"teacher.path={table}", "backbone.embedding_size=8"]
-    run = functools.partial(tiny_run, place, tmp_path, *words, image_size=48)
-    assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
-    assert "16 numbers per face, after the best linear map of the student's" in ended.stdout
-    reshard_and_back(tmp_path / "whole" / "checkpoints" / "step_00000002", tmp_path / "broken")
-    assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
-    equal_weights(tmp_path / "whole", tmp_path / "broken")
+    words = [*FOUR_STEPS, f"teacher.path={table}", "backbone.embedding_size=8", "train.accumulation=2"]
+    for kind in ("mse", "cosine"):
+        run = functools.partial(tiny_run, place, tmp_path, *words, f"teacher.embedding_loss={kind}", image_size=48)
+        ended = ended_well(run_program(train.main, [run(f"run.name=whole_{kind}")] * 2))
+        assert "16 numbers per face, after the best linear map of the student's" in ended.stdout
+        reshard_and_back(tmp_path / f"whole_{kind}" / "checkpoints" / "step_00000002", tmp_path / kind)
+        ended_well(run_program(train.main, [run(f"run.name={kind}")] * 2))
+        equal_weights(tmp_path / f"whole_{kind}", tmp_path / kind)
     lines = table.with_suffix(".csv").read_text().splitlines()
     other = [*lines[:3], re.sub("^2,0,2,", "2,0,3,", lines[3]), *lines[4:]]
     norms = [*lines[:3], re.sub(",[0-9.]+,0.0000,", ",1.5,0.0000,", lines[3]), *lines[4:]]
     for text, reason in ((other, "with their labels, got 60 rows"), (norms, "teacher was [0-9a-f]{32}, this run has")):
         table.with_suffix(".csv").write_text("\n".join(text) + "\n")
-        assert train.main([*run("run.name=broken", "train.max_steps=5")]) == 1
+        assert train.main([*run("run.name=cosine", "train.max_steps=5")]) == 1
         assert re.search(reason, capsys.readouterr().err)
 
 

@@ -94,7 +94,7 @@ def test_equal_distances_make_a_tree_too(count: int):
 
 
 SETTINGS = [
-    IRESNET, "backbone.trained_scale=true", "loss.topology=1", "loss.entropy_weights=true", "optimizer.clip_norm=30",
+    IRESNET, "backbone.trained_scale=true", "loss.topology=0.3", "loss.entropy_weights=true", "optimizer.clip_norm=30",
     "schedule.kind=constant", "eval.targets=[]", "train.max_steps=6",
 ]  # fmt: skip
 
@@ -123,9 +123,15 @@ def test_a_run_learns_it_and_what_cannot_be_is_one_line(
     assert last < 0.7 * first
 
 
+TASK = "tasks=[{name: softmax, weight: 0.5, head: {sample_rate: 0.5}}]"
+
+
 def test_micro_batches_of_two_ranks_resume_to_the_same_bits_after_a_reshard(dataset: Path, tmp_path: Path):
-    run = functools.partial(tiny_run, dataset, tmp_path, *SETTINGS, "head.sample_rate=0.5", "train.accumulation=2")
+    run = functools.partial(tiny_run, dataset, tmp_path, *SETTINGS, "train.accumulation=2", TASK)
     ended_well(run_program(train.main, [run("run.name=of_2")] * 2))
     reshard_and_back(list_checkpoints(tmp_path / "of_2")[0], tmp_path / "broken")
     assert "step_00000004 after step 4" in ended_well(run_program(train.main, [run("run.name=broken")] * 2)).stdout
     assert equal_weights(tmp_path / "of_2", tmp_path / "broken")["features.weight"].mean() < 0.9
+    for values in read_metrics(tmp_path / "of_2").values():
+        together = values["loss_softmax"] + 0.3 * values["loss_topology_softmax"]
+        assert values["loss"] == pytest.approx(0.5 * together, rel=1e-6) and values["loss_topology_softmax"] > 0.01

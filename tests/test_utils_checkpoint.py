@@ -61,9 +61,7 @@ def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_any_range_of_slots_is_read_whatever_number_of_ranks_wrote(
-    run_ranks: Callable[..., None], tmp_path: Path, world_size: int
-):
+def test_any_range_of_slots_is_read_whatever_ranks_wrote(run_ranks: Callable[..., None], tmp_path: Path, world_size: int):
     if world_size == 1:
         rows = reading.shard_reader(_save(tmp_path, ALONE))(4, 6)
         assert torch.equal(rows["centres"], CENTRES[4:6])

@@ -75,9 +75,7 @@ def _compare(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch_on_one_rank(
-    run_ranks: Callable[..., None], world_size: int
-):
+def test_outputs_gradients_and_statistics_are_those_of_the_batch_on_one_rank(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_compare, world_size)
 
 

@@ -46,9 +46,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("fast", [True, False])
-def test_every_kind_of_file_decodes_into_the_buffer_as_opencv_decodes_it(
-    name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_kind_of_file_decodes_into_the_buffer_as_opencv_does(name: str, fast: bool, monkeypatch: pytest.MonkeyPatch):
     if not fast:
         monkeypatch.setattr(module, "_simplejpeg", lambda: None)
     else:

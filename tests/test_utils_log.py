@@ -31,9 +31,7 @@ def _run(dataset: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *starts: 
     return {str(path.relative_to(output)): path.read_bytes() for path in paths}
 
 
-def test_jumps_of_the_clock_between_and_within_starts_change_nothing(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_clock_jumps_between_and_within_starts_change_nothing(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     expected = _run(dataset, tmp_path / "still", monkeypatch, (0,), (0,), (0,))
     assert _run(dataset, tmp_path / "moved", monkeypatch, (YEAR,), (-DAY,), (-2 * DAY, YEAR, 0)) == expected
     assert {name.split("/")[2] for name in expected} == {f"step_{step:08d}" for step in (3, 6, 9, 11)}
