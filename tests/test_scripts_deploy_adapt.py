@@ -182,7 +182,7 @@ def test_two_tables_of_a_planted_rotation_give_it_back_with_the_table_that_a_loo
     assert len(rows) == 3 and rows[0] == rows[1]  # new and old networks are turned copies of each other
 
 
-def test_tables_of_face_embed_are_taken(place: tuple[Path, list[str]], tmp_path: Path):
+def test_tables_of_face_embed_are_taken(place: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, more = place
     for name in ("old", "new"):
         words = [str(folder / f"{name}.pt"), str(folder / "people"), "--out", str(tmp_path / f"{name}.parquet")]
@@ -193,3 +193,7 @@ def test_tables_of_face_embed_are_taken(place: tuple[Path, list[str]], tmp_path:
     assert tables.old._replace(image_size=SIZE, network_path=pictures.old.network_path) == pictures.old
     assert tables.tensors["weight"] == pytest.approx(pictures.tensors["weight"], abs=1e-4)
     assert tables.lengths == pytest.approx(pictures.lengths, rel=1e-4)
+    adapted, crops = str(tmp_path / NAME), str(folder / "crops")
+    assert gallery.main(["adapt", str(folder / NAME), "--with", words[-1], "--out", adapted]) == 0
+    assert "name it before the gallery" in error_of(search.main([adapted, crops]), capsys, "embedding", "adapting")
+    assert search.main([str(folder / "new.pt"), adapted, crops, *more]) == 0

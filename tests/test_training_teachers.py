@@ -222,16 +222,17 @@ def test_a_run_that_is_its_own_teacher_does_not_depend_on_when_it_saves_or_resum
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_average_teaches_what_it_was_before_the_step(place: Path, tmp_path: Path, world_size: int):
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_the_average_teaches_what_it_was_before_the_step(place: Path, tmp_path: Path, world_size: int, accumulation: int):
     words = ["teacher.path=average", "teacher.embedding=5", "train.ema=0.9", "train.max_steps=3", "eval.targets=[]"]
     words += ["checkpoint.every=1", "checkpoint.keep_last=9", "backbone.freeze_norm=true", "data.flip=false"]
-    run = tiny_run(place, tmp_path, *words, f"init.backbone={place / 'old'}", image_size=48, batch_size=6)
+    words += [f"train.accumulation={accumulation}"]
+    run = tiny_run(place, tmp_path, *words, f"init.backbone={place / 'old'}", image_size=48, batch_size=12)
     ended_well(run_program(train.main, [run] * world_size))
     dataset = open_set(place)
     for checkpoint in list_checkpoints(tmp_path / "tiny")[:2]:  # after as many steps
         step = int(checkpoint.name[-8:])
-        rows = SampleOrder(60, 6, 2048, flip=False).samples(step).indices
+        rows = SampleOrder(60, 12, 2048, flip=False).samples(step).indices
         pixels = np.stack([dataset.pixels_and_label(int(row), 48)[0] for row in rows])
         images, found = prepare(torch.from_numpy(pixels), torch.zeros(len(rows), dtype=torch.bool)).double(), []
         for name in (BACKBONE, EMA):
