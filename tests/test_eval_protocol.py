@@ -126,7 +126,7 @@ def test_without_a_run_the_newest_one_is_scored_and_its_report_goes_into_its_fol
     assert "report:" not in capsys.readouterr().out
 
 
-def test_a_run_folder_that_is_read_only_costs_the_report_alone(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_that_cannot_be_written_costs_the_report_alone(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train.main(small_run(data, tmp_path, "train.max_steps=1", "eval.at_end=false")) == 0
     run = tmp_path / "tiny"
     (run / "evaluation").write_text("in the way")

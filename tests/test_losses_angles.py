@@ -25,7 +25,8 @@ def test_cosine_of_a_sum_continues_beyond_pi_and_stops_below_zero(margin: float)
     smooth = ((THETA + margin).abs() > 1e-3) & ((THETA + margin - math.pi).abs() > 1e-3)
     torch.testing.assert_close(derivative[smooth], ((upper - lower) / (2 * step))[smooth], rtol=1e-5, atol=1e-5)
     if margin >= 0:
-        assert all(map(torch.equal, cos_of_sum(THETA.cos(), margin), (value, derivative)))
+        for one, other in zip(cos_of_sum(THETA.cos(), margin), (value, derivative), strict=True):
+            assert torch.equal(one, other)
     else:
         assert (derivative[THETA + margin < 0] == 0).all() and (derivative[THETA + margin > 1e-3] > 0).all()
 

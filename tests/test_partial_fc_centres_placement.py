@@ -13,7 +13,7 @@ import torch
 from dense_reference import all_centres
 from head_losses import SEED, B, C, D, make_batch
 from saving import save_now
-from tiny_runs import final_weights, one_line, run_train, small_run
+from tiny_runs import final_weights, one_line, run_train, same_bits, small_run
 from torch import Tensor
 
 import train
@@ -64,20 +64,15 @@ def _train(head: PartialFC, steps: range) -> dict[str, Tensor]:
     return {"losses": torch.stack(losses)} | {name: rows.clone() for name, rows in head.shard_state().items()}
 
 
-def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
 @pytest.mark.parametrize("storage", FORMATS)
 def test_every_placement_gives_the_same_bits(tmp_path: Path, storage: str):
     for number, (words, setting) in enumerate(SETTINGS.items(), list(FORMATS).index(storage)):
         more = {"storage": storage, "optimizer": OPTIMIZERS[number % 3], **setting}
         expected = _train(_head(tmp_path, "device", **more), range(5))
-        _assert_equal(_train(_head(tmp_path, "disk", **more), range(5)), expected)
-        _assert_equal(_train(_head(tmp_path, "host", **more), range(5)), expected)
+        same_bits(_train(_head(tmp_path, "disk", **more), range(5)), expected)
+        same_bits(_train(_head(tmp_path, "host", **more), range(5)), expected)
         far = _head(tmp_path, "host", far=True, **more)
-        _assert_equal(_train(far, range(5)), expected)
+        same_bits(_train(far, range(5)), expected)
         if words == "sampled":  # what is multiplied is a copy on the device, made before the step
             select = slice(0, 5)
             far.centre_store.fetch([(select, 5)], torch.float32)
@@ -97,7 +92,7 @@ def _compare(rank: int, world_size: int, folder: Path) -> None:
         expected = _train(whole, range(5))
         for placement in ("disk", "host"):
             head = _head(folder, placement, rank, world_size, far=placement == "host", storage=storage, **SETTINGS[words])
-            _assert_equal(_train(head, range(5)), expected)
+            same_bits(_train(head, range(5)), expected)
 
 
 @pytest.mark.parametrize("storage", FORMATS)
@@ -109,7 +104,7 @@ def test_a_run_goes_on_in_another_placement_to_the_same_bits(tmp_path: Path, sto
     for placement, far in (("disk", False), ("host", True)):
         again = _head(tmp_path, placement, far=far, **more)
         again.load_rows(lambda low, high: {name: rows[low:high] for name, rows in saved.items() if name != "losses"})
-        _assert_equal(_train(again, range(3, 6)), expected)
+        same_bits(_train(again, range(3, 6)), expected)
 
 
 def test_the_rows_of_a_step_are_read_ahead_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -176,7 +171,7 @@ def _train_with_little_memory(rank: int, world_size: int, folder: Path, placemen
     again = PartialFC(*arguments, folder=folder)
     again.load_rows(shard_reader(path))
     _few_steps(again, batches, range(3, 4))
-    _assert_equal(again.shard_state(), expected)
+    same_bits(again.shard_state(), expected)
 
 
 def _few_steps(head: PartialFC, batches: list[tuple[Tensor, Tensor]], steps: range) -> None:
@@ -222,7 +217,7 @@ def test_a_training_moves_between_placements_and_numbers_of_processes_to_the_sam
             arguments = small_run(dataset, tmp_path, *more, *where, f"train.max_steps={steps}", f"run.name={name}")
             assert run_train(processes, arguments).returncode == 0
     for name in ("moved", "of the host"):
-        _assert_equal(final_weights(tmp_path / name), final_weights(tmp_path / "whole"))
-    _assert_equal(final_weights(tmp_path / "resharded on disk"), final_weights(tmp_path / "resharded"))
+        same_bits(final_weights(tmp_path / name), final_weights(tmp_path / "whole"))
+    same_bits(final_weights(tmp_path / "resharded on disk"), final_weights(tmp_path / "resharded"))
     log = (tmp_path / "moved" / "train.log").read_text()
     assert "on the disk (mini)" in log and "changed since that checkpoint: head.placement was 'disk', is 'device'" in log

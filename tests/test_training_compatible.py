@@ -13,17 +13,7 @@ import torch
 from dense_reference import active_classes, all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, network_bound, rounding_bound
-from tiny_runs import (
-    NUM_CLASSES,
-    ended_well,
-    error_of,
-    read_metrics,
-    reshard_and_back,
-    run_program,
-    run_train,
-    tiny_run,
-    write_old_and_new,
-)
+from tiny_runs import ended_well, error_of, read_metrics, reshard_and_back, run_program, same_bits, tiny_run, write_old_and_new
 from torch import nn
 
 import train
@@ -161,13 +151,13 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = functools.partial(_run, place, tmp_path, "more", *_to_old(place), "compatible.weight=0.3")
-    assert (ended := run_train(2, run("run.name=whole"))).returncode == 0, ended.stderr
+    assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     for values in read_metrics(tmp_path / "whole").values():
         assert values["loss"] == pytest.approx(values["loss_softmax"] + 0.3 * values["loss_compatible"], rel=1e-6)
     said = f"compatible with {place / 'old'}: 12 of its class centres, and means of its embeddings for 3 other classes"
     assert said in ended.stdout and "frozen head: 15 classes" in ended.stdout and "compatible: cos+ 0." in ended.stdout
     whole = list_checkpoints(tmp_path / "whole")
-    old = open_centres(place / "old").read(np.arange(NUM_CLASSES))
+    old = open_centres(place / "old").read(np.arange(12))
     frozen = _by_label(whole[0], 15, COMPATIBLE)
     assert torch.equal(frozen[3:].flip(0), old)
     # by hand: the first three images of each new person, one at a time, in the old network
@@ -185,18 +175,17 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
         assert float(frozen[label].norm()) == pytest.approx(float(old.norm(dim=1).mean()), rel=1e-5)
 
     reshard_and_back(whole[0], tmp_path / "broken")
-    assert "step_00000003 after step 3" in ended_well(run_train(2, run("run.name=broken"))).stdout
+    assert "step_00000003 after step 3" in ended_well(run_program(train.main, [run("run.name=broken")] * 2)).stdout
     last, again = whole[-1], list_checkpoints(tmp_path / "broken")[-1]
     for head in ("softmax", COMPATIBLE):
-        for name, value in shard_reader(last, head)(0, 15).items():
-            assert torch.equal(shard_reader(again, head)(0, 15)[name], value), (head, name)
-    assert all(torch.equal(read_backbone(again)[name], value) for name, value in read_backbone(last).items())
+        same_bits(shard_reader(last, head)(0, 15), shard_reader(again, head)(0, 15), head)
+    same_bits(read_backbone(last), read_backbone(again))
     assert torch.equal(_by_label(last, 15, COMPATIBLE), frozen)
     assert read_metrics(tmp_path / "broken")[6]["loss"] == read_metrics(tmp_path / "whole")[6]["loss"]
 
     assert checkpoint_program.main(["verify", str(last)]) == 0
     assert checkpoint_program.main(["reshard", str(tmp_path / "whole"), "3", str(tmp_path / "three")]) == 0
-    assert (ended := run_train(1, run("run.name=three", "train.max_steps=7"))).returncode == 0, ended.stderr
+    assert (ended := run_program(train.main, [run("run.name=three", "train.max_steps=7")])).returncode == 0, ended.stderr
     assert torch.equal(_by_label(list_checkpoints(tmp_path / "three")[-1], 15, COMPATIBLE), frozen)
 
 
@@ -205,7 +194,7 @@ def test_one_two_and_three_processes_train_the_same(place: Path, tmp_path: Path)
     same, found = ["head.sample_rate=1", "train.batch_size=12", "train.accumulation=2", "train.max_steps=2"], []
     for count in (1, 2, 3):
         words = [*_to_old(place), *same, "backbone.freeze_norm=true", f"run.name=of_{count}"]
-        ended_well(run_train(count, _run(place, tmp_path, "more", *words)))
+        ended_well(run_program(train.main, [_run(place, tmp_path, "more", *words)] * count))
         found.append([read_metrics(tmp_path / f"of_{count}")[2][name] for name in ("loss", "loss_compatible", "grad_norm")])
     assert found[1] == pytest.approx(found[0], rel=network_bound())
     assert found[2] == pytest.approx(found[0], rel=network_bound())

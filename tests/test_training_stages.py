@@ -11,7 +11,7 @@ import torch
 from dense_reference import DenseHead, all_centres, bytes_of_workspace, near_their_centres, relative, whole_active
 from loss_cases import CASES
 from rounding import head_bounds, network_bound
-from tiny_runs import ended_well, equal_weights, final_weights, read_metrics, reshard_and_back, run_train, small_run
+from tiny_runs import ended_well, equal_weights, final_weights, read_metrics, reshard_and_back, run_train, same_bits, small_run
 
 import train
 from losses import build_margin, margin_arguments
@@ -39,10 +39,6 @@ def _train(dataset: Path, output: Path, name: str, *overrides: str) -> dict[str,
     return final_weights(output / name)
 
 
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_to_the_same_bits_from_before_at_and_after_a_change(
     dataset: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +54,7 @@ def test_a_run_goes_on_to_the_same_bits_from_before_at_and_after_a_change(
     assert "first loss" in log and "check labels" not in log  # of the first stage, not of the sections head and loss
     for step in {"weighted": (3, 5), "lagging": (4, 6)}.get(kind, (4,)):
         begin = f"checkpoint.resume={tmp_path}/whole/checkpoints/step_{step:08d}"
-        assert _equal(whole, _train(dataset, tmp_path, f"from_{step}", *more, begin)), step
+        same_bits(whole, _train(dataset, tmp_path, f"from_{step}", *more, begin), step)
         first = 0 if step < 4 else 4 if step < 6 else 6
         assert f"head after step {first}:" in (tmp_path / f"from_{step}" / "train.log").read_text()
 
@@ -71,7 +67,7 @@ def test_from_a_change_on_a_run_is_one_that_resumes_there_with_other_values(data
     begin = "checkpoint.resume={}/checkpoints/step_{:08d}"
     _train(dataset, tmp_path, "second", *more, *SECOND, begin.format(tmp_path / "first", 4), "train.max_steps=6")
     last = ["head.sample_rate=1", "loss.scale=16", "loss.margin=0.3", begin.format(tmp_path / "second", 6)]
-    assert _equal(whole, _train(dataset, tmp_path, "third", *more, *last))
+    same_bits(whole, _train(dataset, tmp_path, "third", *more, *last))
 
 
 @pytest.mark.numeric

@@ -13,7 +13,7 @@ import yaml
 from dense_reference import all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
-from tiny_runs import ended_well, error_of, face, read_metrics, reshard_and_back, run_program, tiny_run, write_dataset
+from tiny_runs import ended_well, face, read_metrics, reshard_and_back, run_program, same_bits, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -173,11 +173,11 @@ def test_sets_with_a_map_and_a_task_of_one_entry_train_as_one_merged_set(tmp_pat
         first, *others = (_ends(tmp_path / f"{name}_{count}", {"softmax": 8}) for name in names)
         assert first["softmax.centres"].shape == (8, 16)
         for other in others:
-            _assert_equal(first, other)
+            same_bits(first, other)
         if count == 2:
             reshard_and_back(list_checkpoints(tmp_path / "joined_2")[0], tmp_path / "broken")
             assert "after step 4" in ended_well(run_program(train.main, [run("run.name=broken")] * 2)).stdout
-            _assert_equal(first, _ends(tmp_path / "broken", {"softmax": 8}))
+            same_bits(first, _ends(tmp_path / "broken", {"softmax": 8}))
 
 
 DRAWN = "data: {source: synthetic, num_classes: 9, num_images: 30}, loss: {name: arcface}"
@@ -188,10 +188,6 @@ def _ends(run: Path, heads: dict[str, int]) -> dict[str, Tensor]:
     newest = list_checkpoints(run)[-1]
     rows = {name: shard_reader(newest, name)(0, classes) for name, classes in heads.items()}
     return {**read_backbone(newest), **{f"{head}.{name}": value for head, by in rows.items() for name, value in by.items()}}
-
-
-def _assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -210,20 +206,21 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert {f"{head}_0000{rank}_of_00002.safetensors" for head in heads for rank in (0, 1)} < names
     whole = _ends(tmp_path / "whole", heads)
     assert "second.momentum" in whole
-    _assert_equal(whole, _ends(tmp_path / "broken", heads))
+    same_bits(whole, _ends(tmp_path / "broken", heads))
     last = read_metrics(tmp_path / "whole")[6]
     assert read_metrics(tmp_path / "broken")[6]["loss"] == last["loss"] > 0
     assert last["loss"] == pytest.approx(0.5 * last["loss_first"] + 0.25 * last["loss_second"], rel=1e-5)
     # the program for checkpoints knows of both
     assert checkpoint_program.main(["verify", str(tmp_path / "whole")]) == 0
     assert checkpoint_program.main(["reshard", str(tmp_path / "whole"), "3", str(tmp_path / "again")]) == 0
-    _assert_equal(whole, _ends(tmp_path / "again", heads))
+    same_bits(whole, _ends(tmp_path / "again", heads))
     merge = ["merge", str(tmp_path / "whole"), str(tmp_path / "second.pt")]
     assert checkpoint_program.main(merge) == 1
     assert "it has the heads first, second, got no name; name one of them" in capsys.readouterr().err
-    said = error_of(export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]), capsys)
-    assert "its network was trained with tasks, and arcface_torch has one head" in said
-    assert "got third; face checkpoint show lists" in error_of(checkpoint_program.main([*merge, "--head", "third"]), capsys)
+    assert export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]) == 1
+    assert "its network was trained with tasks, and arcface_torch has one head" in capsys.readouterr().err
+    assert checkpoint_program.main([*merge, "--head", "third"]) == 1
+    assert "got third; face checkpoint show lists them" in capsys.readouterr().err
     assert checkpoint_program.main([*merge, "--head", "second"]) == 0
     seed = read_manifest(list_checkpoints(tmp_path / "whole")[-1])["run_signature"]["tasks"]["second"]["seed"]
     by_label = whole["second.centres"][torch.from_numpy(slots_of_classes(np.arange(9), 9, seed))]
@@ -254,7 +251,7 @@ def test_one_task_is_a_run_without_tasks_to_the_bit(dataset: Path, tmp_path: Pat
     as_task = tiny_run(dataset, tmp_path, *shared, *given, task, "run.name=task", image_size=48)
     assert (ended := run_program(train.main, [as_task])).returncode == 0, ended.stderr
     one, other = (_ends(tmp_path / name, {"softmax": 12}) for name in ("alone", "task"))
-    assert all(torch.equal(other[name], value) for name, value in one.items())
+    same_bits(one, other)
     config = read_manifest(list_checkpoints(tmp_path / "task")[-1])["config"]
     config["data"] = {"source": "folder", "flip": False}  # of no task
     known = dict([*data_facts(config, {}), *recipe_facts(config, 3, {})])  # of the model card

@@ -130,12 +130,17 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return {**read_backbone(newest), **shard_reader(newest)(0, NUM_CLASSES)}
 
 
+def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], said: object = "") -> None:
+    """Compare tensors by name; an error says `said` and what differs."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    different = [name for name, value in one.items() if not torch.equal(value, other[name])]
+    assert not different, f"{said}: {different}"
+
+
 def equal_weights(one: Path, other: Path, said: str = "") -> dict[str, torch.Tensor]:
     """Return the weights at the end of two runs, which must be the same bits; an error says `said` and what differs."""
-    first, second = final_weights(one), final_weights(other)
-    assert first.keys() == second.keys(), first.keys() ^ second.keys()
-    different = [name for name, value in first.items() if not torch.equal(value, second[name])]
-    assert not different, f"{said} {one}, {other}: {different}"
+    first = final_weights(one)
+    same_bits(first, final_weights(other), f"{said} {one}, {other}")
     return first
 
 

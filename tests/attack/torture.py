@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int_in_range(0), default=0, help="end after N blows; 0 = when the time is up")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of runs, blows and moments (default 0)")
     parser.add_argument("--run", type=int_in_range(0), help="only the run with this number")
-    parser.add_argument("--processes", type=int_in_range(1, 3), nargs="+", default=[1, 2, 3], help="how many at a time")
+    parser.add_argument("--processes", type=int_in_range(1, 3), nargs="+", default=[1, 2, 3], help="numbers of processes")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of blows")
     parser.add_argument("--setting", choices=list(SETTINGS), default="sampled", help="what is trained (default sampled)")
     parser.add_argument("--by-hand", type=int_in_range(0), default=5, help="one start in N is not forked; 0 = none")
