@@ -9,7 +9,7 @@ import torch
 from dense_reference import active_classes, all_centres, dense_loss, near_their_centres, relative, stored_numbers
 from rounding import head_bounds, rounding_bound
 from saving import save_now
-from test_partial_fc_centres_placement import _assert_equal
+from tiny_runs import same_bits
 from torch import Tensor
 
 from losses import build_margin
@@ -162,7 +162,7 @@ def test_a_saved_and_loaded_head_goes_on_to_the_same_bits(
     _train(whole, range(5, 9), lr=1e-2)
     again.load_rows(reading.shard_reader(path))
     _train(again, range(5, 9), lr=1e-2)
-    _assert_equal(again.shard_state(), whole.shard_state())
+    same_bits(again.shard_state(), whole.shard_state())
 
 
 @pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW()])
