@@ -69,15 +69,14 @@ def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(d
 
 def test_a_stopped_rank_was_last_seen_in_the_step_where_it_stopped(dataset: Path, tmp_path: Path):
     arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    program = _program(tmp_path, _DECODES.format(act="os.kill(os.getpid(), signal.SIGSTOP)"))
+    # stopped after a second, in which its step is published, also on a busy machine, and before the beat of two seconds
+    program = _program(tmp_path, _DECODES.format(act="time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP)"))
     started = Started(run_file, [[program, *arguments]] * 2, tmp_path)
     started.processes[0].join(120)
     started.send(signal.SIGKILL, 1)
     said = started.wait().stderr
-    seen = re.search(r"error: rank 0 in step (\d+), .*rank 1 was in step (\d+), (training|waiting for data|saving), sil", said)
-    assert seen, said
-    # 20 images of 2 a step, of which one batch is decoded ahead
-    assert int(seen[1]) >= 8 and int(seen[1]) - int(seen[2]) <= 4
+    # 20 images of 2 a step: the eleventh step, counted from 0, has none
+    assert re.search(r"error: rank 0 in step \d+, .*[.] rank 1 was in step 10, waiting for data, silent for \d+ s", said), said
 
 
 def _start(num_processes: int, arguments: list[str]) -> subprocess.Popen[bytes]:
