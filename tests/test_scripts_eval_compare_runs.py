@@ -120,6 +120,8 @@ def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(
     assert compare_runs.main([str(_run(tmp_path / "good", 0.1, 3)), str(_run(tmp_path / "bad", 0.6, 3))]) == 0
     said = capsys.readouterr().out
     assert "|" not in said and "lfw: accuracy %" in said and "written: work_dirs/comparison/comparison.html" in said
+    assert "What differs" in (page := Path("work_dirs/comparison/comparison.html")).read_text()
+    assert compare_runs.main(["good"]) == 0 and "What differs" not in page.read_text()
 
 
 def _train(step: int, loss: float) -> dict[str, Any]:

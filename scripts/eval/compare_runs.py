@@ -74,7 +74,8 @@ def compare(options: argparse.Namespace) -> None:
     png = draw(runs)
     page = Page(f"Comparison of {', '.join(run.name for run in runs)}")
     page.contents()
-    page.section("What differs in the configurations")
+    if differing or note:
+        page.section("What differs in the configurations")
     if differing:
         page.table(head, differing)
     if note:
