@@ -5,8 +5,8 @@ Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from utils.distributed import World, all_gather_rows, raise_on_all_ranks
 from utils.image import IMAGE_SIZE, normalise
+from utils.parallel import map_in_order
 
 _CPU_VIEWS = 16  # views per forward pass on a CPU: their activations stay in the cache, twice as fast as 512
 
@@ -158,19 +159,10 @@ def inference_mode(model: nn.Module) -> Iterator[None]:
 
 def _batches(decode: Callable[[int], np.ndarray], numbers: range, settings: EmbedSettings) -> Iterator[np.ndarray]:
     """Yield (b, H, W, 3) uint8 arrays; the next batch is decoded while the caller processes this one."""
-    batch_size = settings.batch_size
-    starts = list(range(numbers.start, numbers.stop, batch_size))
-    with ThreadPoolExecutor(settings.threads, thread_name_prefix="eval-decoder") as pool:
-
-        def submit(start: int) -> list:
-            return [pool.submit(decode, number) for number in range(start, min(start + batch_size, numbers.stop))]
-
-        pending = submit(starts[0]) if starts else []
-        for following in [*starts[1:], None]:
-            if not pending:
-                return
-            current, pending = pending, submit(following) if following is not None else []
-            yield np.stack([future.result() for future in current])
+    ahead = -(-settings.batch_size // settings.threads)
+    images = map_in_order(decode, numbers, settings.threads, ahead)
+    while batch := list(islice(images, settings.batch_size)):
+        yield np.stack(batch)
 
 
 def _embedding_size(model: nn.Module, image_size: int, device: torch.device) -> int:

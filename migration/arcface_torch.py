@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.centres.shard import classes_of_slots, initial_centres, shard_range, slots_of_classes
 from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
-from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
+from utils.checkpoint.tensor_file import Planned, mapped_tensor, tensor_places, write_object, write_planned, write_tensors
 from utils.cli import progress
 from utils.files import unfinished_folder
 from utils.image import IMAGE_SIZE
@@ -312,11 +311,8 @@ class SavedRows:
         shards: list[dict[str, Tensor]] = []
         lengths = [stop - start for (start, stop), _ in files]
         for (_, name), length in zip(files, lengths, strict=True):
-            try:
-                with safe_open(checkpoint / name, framework="pt") as file:
-                    shard = {key: file.get_tensor(key) for key in file.keys() if key != "neighbours"}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
+            path = checkpoint / name
+            shard = {key: mapped_tensor(path, key) for key in tensor_places(path) if key != "neighbours"}
             shapes = {key: tuple(value.shape) for key, value in shard.items()}
             like = {key: tuple(value.shape) for key, value in shards[0].items()} if shards else shapes
             if "centres" not in shapes or any(shape[:1] != (length,) for shape in shapes.values()):

@@ -27,14 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.centres.shard import shard_range
 from partial_fc.init import has_head, open_centres
 from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
-from utils.checkpoint.tensor_file import NETWORK, Planned, flush, write_planned, write_tensors
+from utils.checkpoint.tensor_file import DTYPES, NETWORK, Planned, flush, tensor_places, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
@@ -84,12 +83,8 @@ def show(options: argparse.Namespace) -> None:
 
 def _tensors(path: Path) -> str:
     """Return the names, types and shapes of the rows in a file of class centres."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            parts = [(name, file.get_slice(name)) for name in sorted(file.keys())]
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    return "".join(f"; {name} {part.get_dtype()} {tuple(part.get_shape())}" for name, part in parts)
+    places = sorted(tensor_places(path).items())
+    return "".join(f"; {name} {DTYPES[place.dtype]} {place.shape}" for name, place in places)
 
 
 def verify(options: argparse.Namespace) -> None:

@@ -6,8 +6,7 @@ The threads of a process that trains:
     planner                    shares labels and flags of the next batch, uploads the active classes (training/ahead.py)
     decoder                    hears from the fork that decodes into pinned buffers, or decodes (data/loader.py)
     reader                     asks the storage for more
-    eval-decoder               decodes the images of an evaluation (eval/monitor.py)
-    worker                     draws the first class centres (partial_fc/centres/shard.py)
+    worker                     decodes the images of an evaluation, or draws the first class centres (utils/parallel.py)
     checkpoint                 writes a copy of the state to the disk (utils/checkpoint/writer.py)
     rendezvous                 meets the other processes
     signals                    notes signals to stop (utils/program.py)

@@ -6,7 +6,6 @@ Shapes: n = records.
 """
 
 import os
-from itertools import pairwise
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from utils.files import MAX_TEXT, check_file, reading
 _BLOCK = 1 << 19  # bytes parsed at once, so that all intermediate arrays stay in the processor's cache
 _DIGITS = b"0123456789\t\n"  # a block with only these bytes can be parsed without a loop over its lines
 _MAX_DIGITS = 18  # always fits int64
-_MAX_RUNS = 64  # runs of lines of one width in a block; a written index has one or two
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,10 +52,7 @@ def _with_room(values: np.ndarray, room: int, used: int) -> np.ndarray:
 
 
 def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (keys, offsets) of a block in which every line is digits TAB digits, otherwise None.
-
-    Keys and offsets ascend, so their numbers of digits rarely change, and a run of lines of equal width is a matrix of digits.
-    """
+    """Return (keys, offsets) of a block in which every line is digits TAB digits, otherwise None."""
     if b"\r" in block:  # searching one byte is many times faster than two
         block = block.replace(b"\r\n", b"\n")
     if block.translate(None, _DIGITS):
@@ -72,31 +67,8 @@ def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
     widths = np.stack([tabs - starts, ends - tabs - 1])  # digits before and after each TAB
     if widths.min() < 1 or widths.max() > _MAX_DIGITS:
         return None
-    cuts = np.flatnonzero((np.diff(widths) != 0).any(axis=0)) + 1
-    if len(cuts) > _MAX_RUNS:
-        numbers = np.fromstring(block, dtype=np.int64, sep=" ")  # any white space separates
-        return numbers[0::2], numbers[1::2]
-    table = np.zeros((2, len(ends)), dtype=np.int64)
-    for begin, end in pairwise([0, *cuts.tolist(), len(ends)]):
-        key_width, offset_width = widths[:, begin].tolist()
-        digits = data[starts[begin] : ends[end - 1] + 1].reshape(end - begin, key_width + offset_width + 2)
-        for row, first, last in ((0, 0, key_width), (1, key_width + 1, key_width + 1 + offset_width)):
-            number = table[row, begin:end]
-            for low in range(first, last, 8):  # eight digits fit into 32 bits, even before subtracting the code of "0"
-                high = min(low + 8, last)
-                number *= 10 ** (high - low)
-                number += _number_of(digits[:, low:high])
-    return table[0], table[1]
-
-
-def _number_of(digits: np.ndarray) -> np.ndarray:
-    """Return the numbers (n,) uint32 of rows of up to eight ASCII digits (n, k)."""
-    number = digits[:, 0].astype(np.uint32)
-    for column in range(1, digits.shape[1]):
-        number *= 10
-        number += digits[:, column]
-    number -= np.uint32(ord("0") * ((10 ** digits.shape[1] - 1) // 9))
-    return number
+    numbers = np.fromstring(block, dtype=np.int64, sep=" ")  # any white space separates
+    return numbers[0::2], numbers[1::2]
 
 
 def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, np.ndarray]:

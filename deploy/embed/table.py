@@ -3,10 +3,8 @@
 Shapes: n = faces, D = embedding size.
 """
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -88,7 +86,7 @@ def _write_parquet(
     fields = [arrow.field(name, kind) for name, kind in zip(_COLUMNS, kinds, strict=True)]
     fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), embedding_size)))
     schema = arrow.schema(fields, metadata=facts)
-    with pyarrow(".parquet").ParquetWriter(_Sink(file), schema) as writer:
+    with open(file.fileno(), "wb", closefd=False) as sink, pyarrow(".parquet").ParquetWriter(sink, schema) as writer:
         for part in _joined(parts):
             rows = [(row.name, row.face, people[row.name], *row[2:]) for row in part.rows]
             columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
@@ -108,20 +106,3 @@ def _joined(parts: Iterator[Part]) -> Iterator[Part]:
             rows, vectors = [], []
     if rows:
         yield Part(rows, [], np.concatenate(vectors))
-
-
-class _Sink(io.RawIOBase):
-    """The file as pyarrow writes to it; closing is left to its owner."""
-
-    def __init__(self, file: NewFile) -> None:
-        super().__init__()
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._file.write(memoryview(data))
-
-    def tell(self) -> int:
-        return self._file.size

@@ -22,6 +22,7 @@ from partial_fc.collectives import Collectives
 from utils.distributed import World
 from utils.image import IMAGE_SIZE
 
+_SCALE, _MARGIN = 64.0, 0.5
 KINDS = ("tutorial", "target-only", "sampled")
 
 
@@ -35,19 +36,9 @@ class PlainHead:
     """
 
     def __init__(
-        self,
-        kind: str,
-        num_classes: int,
-        dim: int,
-        start: int,
-        world_size: int,
-        sample_rate: float,
-        device: torch.device,
-        scale: float = 64.0,
-        margin: float = 0.5,
+        self, kind: str, num_classes: int, dim: int, start: int, world_size: int, sample_rate: float, device: torch.device
     ) -> None:
         self.kind, self.start, self.world_size, self.sample_rate = kind, start, world_size, sample_rate
-        self.scale, self.margin = scale, margin
         self.collectives = Collectives(world_size)
         self.weight = nn.Parameter(torch.randn(num_classes, dim, device=device) * 0.01)
         self.optimizer = torch.optim.SGD([self.weight], lr=0.01, momentum=0.9, weight_decay=5e-4)
@@ -77,17 +68,17 @@ class PlainHead:
 
     def _tutorial(self, cosine: Tensor, local: Tensor) -> Tensor:
         sine = torch.sqrt((1.0 - cosine.pow(2)).clamp(0, 1))
-        phi = cosine * math.cos(self.margin) - sine * math.sin(self.margin)
-        phi = torch.where(cosine > -math.cos(self.margin), phi, cosine - math.sin(math.pi - self.margin) * self.margin)
+        phi = cosine * math.cos(_MARGIN) - sine * math.sin(_MARGIN)
+        phi = torch.where(cosine > -math.cos(_MARGIN), phi, cosine - math.sin(math.pi - _MARGIN) * _MARGIN)
         one_hot = torch.zeros_like(cosine)
         rows = (local >= 0).nonzero().squeeze(1)
         one_hot[rows, local[rows]] = 1.0
-        return (one_hot * phi + (1.0 - one_hot) * cosine) * self.scale
+        return (one_hot * phi + (1.0 - one_hot) * cosine) * _SCALE
 
     def _target_only(self, cosine: Tensor, local: Tensor) -> Tensor:
         rows = (local >= 0).nonzero().squeeze(1)
-        target = torch.cos(torch.acos(cosine[rows, local[rows]].clamp(-1 + 1e-6, 1 - 1e-6)) + self.margin)
-        return cosine.index_put((rows, local[rows]), target) * self.scale
+        target = torch.cos(torch.acos(cosine[rows, local[rows]].clamp(-1 + 1e-6, 1 - 1e-6)) + _MARGIN)
+        return cosine.index_put((rows, local[rows]), target) * _SCALE
 
     def _sample(self, local: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows (K, D), a copy with autograd, and the labels among them."""

@@ -30,7 +30,7 @@ from ..files import HASH, NewFile
 NETWORK = "network"  # the metadata of weights: JSON of the section backbone, and of data.image_size
 _MOST_IN_TUPLE = 1 << 12  # tuples in tuples counted each time; shapes and settings of optimizers have a few
 BLOCK = 16 << 20  # bytes hashed and written at once
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -77,10 +77,10 @@ def write_planned(path: Path, tensors: Mapping[str, Planned], metadata: Mapping[
     offset = 0
     for name in names:
         plan = tensors[name]
-        if plan.dtype not in _DTYPES:
-            raise ValueError(f"{path}: {name} has the dtype {plan.dtype}, must be one of {', '.join(map(str, _DTYPES))}")
+        if plan.dtype not in DTYPES:
+            raise ValueError(f"{path}: {name} has the dtype {plan.dtype}, must be one of {', '.join(map(str, DTYPES))}")
         end = offset + plan.dtype.itemsize * math.prod(plan.shape)
-        header[name] = {"dtype": _DTYPES[plan.dtype], "shape": list(plan.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": DTYPES[plan.dtype], "shape": list(plan.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -267,9 +267,9 @@ def tensor_places(path: Path) -> dict[str, Place]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = next((key for key, value in _DTYPES.items() if value == entry["dtype"]), None)
+        dtype = next((key for key, value in DTYPES.items() if value == entry["dtype"]), None)
         if dtype is None:
-            raise ValueError(f"{path}: {name} has the dtype {entry['dtype']}, must be one of {', '.join(_DTYPES.values())}")
+            raise ValueError(f"{path}: {name} has the dtype {entry['dtype']}, must be one of {', '.join(DTYPES.values())}")
         first, last = entry["data_offsets"]
         places[name] = Place(dtype, tuple(entry["shape"]), 8 + length + first, last - first)
     return places
