@@ -91,13 +91,14 @@ def test_plain_torch_serves_where_it_is_wanted_or_nothing_else_can():
 def test_triton_serves_on_cuda_from_the_version_on_that_is_right(
     monkeypatch: pytest.MonkeyPatch, found: str | None, kernels: str, reason: str
 ):
+    gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or a kernel would be tried
     monkeypatch.setitem(sys.modules, "triton", None if found is None else SimpleNamespace(__version__=found))
     _why_no_triton.cache_clear()
     try:
-        assert choose_kernels("auto", torch.device("cuda"), 512) == kernels
-        assert why_plain("auto", torch.device("cuda"), 512) == reason
-        assert choose_kernels("plain", torch.device("cuda"), 512) == "plain"
+        assert choose_kernels("auto", gpu, 512) == kernels and why_plain("auto", gpu, 512) == reason
+        assert choose_kernels("plain", gpu, 512) == choose_kernels("auto", gpu, 4097) == "plain"
+        assert why_plain("auto", gpu, 4097) == "rows of 4097 numbers are longer than 4096"
     finally:
         _why_no_triton.cache_clear()
 

@@ -14,7 +14,7 @@ import torch
 
 from ..workspace import Workspace
 from . import cpu
-from .plain import PlainKernels
+from .plain import LONGEST_ROW, PlainKernels
 
 KERNELS = ("auto", "plain")
 _OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the kernels round stochastically
@@ -40,7 +40,7 @@ def why_plain(wanted: str, device: torch.device, dim: int) -> str:
     if wanted == "plain":
         return ""
     if device.type == "cuda":
-        return _why_no_triton()
+        return f"rows of {dim} numbers are longer than {LONGEST_ROW}" if dim > LONGEST_ROW else _why_no_triton()
     return cpu.why_unsuited(dim) if device.type == "cpu" else ""
 
 

@@ -10,10 +10,8 @@ from ..centres.row_optimizer import RowOptimizer, RowSGD
 from ..centres.store import CentreStore
 from ..workspace import Workspace
 from .fused import exponentials_of_product
-from .plain import CentreGradient, PlainKernels, Tile
+from .plain import LONGEST_ROW, CentreGradient, PlainKernels, Tile
 from .triton import CLASSES, SAMPLES, SUMS, TILES, adamw_kernel, exp_mask_sum_kernel, negatives_kernel, sgd_kernel
-
-_LARGEST_DIM = 4096  # one program holds a row in its registers
 
 
 class TritonKernels(PlainKernels):
@@ -144,7 +142,7 @@ def _check_update(store: CentreStore, gradient: CentreGradient) -> tuple[int, in
     """Return the columns (a power of two) and warps of a program, after checking what the kernels assume."""
     select, rows, class_index, sample_index, values = gradient
     num_rows, dim = store.tensors["centres"].shape
-    assert dim <= _LARGEST_DIM, f"rows of at most {_LARGEST_DIM} numbers, got {dim}"
+    assert dim <= LONGEST_ROW
     assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in (*store.tensors.values(), store.inverse_norms))
     assert rows.is_contiguous() and rows.shape[1] == dim
     assert class_index.dtype == sample_index.dtype == torch.int64 and class_index.shape == sample_index.shape

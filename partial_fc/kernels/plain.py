@@ -22,6 +22,7 @@ from ..centres.row_optimizer import RowOptimizer
 from ..centres.store import CentreStore, Select
 from ..workspace import Workspace
 
+LONGEST_ROW = 4096  # numbers of a centre, which one Triton program holds in its registers
 _GRANULE = 256  # bf16 products have a multiple of this many rows
 _BLOCK = 1024  # rows that are converted to fp32 at once, so that they stay in cache
 

@@ -39,6 +39,7 @@ from partial_fc.centres.placement import PLACEMENTS
 from partial_fc.centres.store import FORMATS
 from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
+from partial_fc.kernels.plain import LONGEST_ROW
 from partial_fc.memory import HeadMemory
 from utils import distributed
 from utils.allocator import out_of_memory
@@ -219,7 +220,8 @@ def _head_config(options: argparse.Namespace, storage: str, device: torch.device
 
 def _memory(options: argparse.Namespace, storage: str, device: torch.device) -> HeadMemory:
     away = device.type == "cpu" and is_for_gpu(options, device)  # a GPU that is not here
-    kernels = "triton" if away else choose_kernels("auto", device, options.embedding_size)
+    there = "triton" if options.embedding_size <= LONGEST_ROW else "plain"
+    kernels = there if away else choose_kernels("auto", device, options.embedding_size)
     config, rows = _head_config(options, storage, device), options.batch * options.gpus
     where = {"world_size": options.gpus, "device": "cuda" if away else device.type}
     return HeadMemory(options.embedding_size, rows, config, kernels=kernels, **where)
