@@ -34,6 +34,8 @@ class Workspace:
         size = math.prod(shape)
         found = self._buffers.get((name, dtype))
         if found is None or found.numel() < size:
+            if found is not None and found.is_cuda:  # another stream than that of its allocation may still use it
+                found.record_stream(torch.cuda.current_stream(found.device))
             self._buffers.pop((name, dtype), None)
             found = None  # free the smaller one before the larger is allocated
             found = self._buffers[name, dtype] = with_huge_pages(torch.empty(size, dtype=dtype, device=self.device))
