@@ -389,11 +389,16 @@ class ExportedNetwork(nn.Module):
             raise ValueError(f"{path}: not an exported program: it is not a zip archive")
         self.contract = _contract(lambda: _texts_of_archive(path), path)
         try:
-            self._program = [torch.export.load(str(path)).module()]
+            self._exported, self._device = torch.export.load(str(path)), torch.device("cpu")
+            self._program = [self._exported.module()]
         except Exception as error:  # damage ends in exceptions of many kinds
             raise ValueError(f"{path}: not an exported program: {first_line(error)}") from None
 
     def forward(self, images: Tensor) -> Tensor:
+        if images.device != self._device:  # it names the device where it was exported, and has weights that no `to` reaches
+            from torch.export.passes import move_to_device_pass
+
+            self._program, self._device = [move_to_device_pass(self._exported, images.device).module()], images.device
         output = self._program[0](images)
         if self.contract is None or not isinstance(output, tuple | list) or not output:
             return output
