@@ -136,7 +136,7 @@ def test_nothing_happens_on_import():
 
 # the size of the house, in one place: what is added is paid for by everybody who comes after. Lower these when you can; the
 # aim is 37,000 lines outside tests
-MOST = {"lines": 45_880, "lines of tests": 40_810, "words of pages": 29_375, "lines of a file": 500, "files of a folder": 20}
+MOST = {"lines": 45_810, "lines of tests": 41_050, "words of pages": 29_375, "lines of a file": 500, "files of a folder": 20}
 SHARE_OF_SCRIPTS = 0.25
 
 
@@ -279,7 +279,7 @@ TOPICS = {
     "attack_fuzz", "attack_torture",
     "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_data", "docs_deploy", "docs_gpu",
     "docs_losses", "docs_optimisation",
-    "eval_agreement", "gpu_head", "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data", "hostile_runs",
+    "eval_agreement", "gpu_devices", "gpu_head", "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data", "hostile_runs",
     "losses_published", "partial_fc_exactness", "partial_fc_sub_centers_state", "programs", "recipes", "repository",
     "train_agreement", "train_failures", "train_finetune", "train_hangs", "train_image_size", "train_losses", "train_resume",
     "training_tasks",

@@ -1,0 +1,156 @@
+"""A GPU that is none: tensors of the CPU that say they lie on cuda:0, and what a real GPU would refuse to compute with them.
+
+It computes as a CPU does, so whole programs run. Kernels, streams and speed are not those of a GPU.
+"""
+
+import contextlib
+import threading
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
+refused: set[str] = set()
+_COPIES = ("copy_", "_to_copy")
+_INDEXED = ("index", "index_put", "index_put_")  # a GPU takes indices of the host
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+
+def _device(value: object) -> torch.device:
+    """Return where a tensor lies: its storage has a note if that is the GPU, which lives as long as the storage."""
+    return getattr(value.untyped_storage(), "lies_on", HOST) if isinstance(value, Tensor) and not value.is_meta else HOST
+
+
+def _place(device: Any) -> torch.device:
+    return GPU if torch.device(device).type == "cuda" else HOST
+
+
+def _noted(result: Any, given: list[Tensor], device: torch.device) -> Any:
+    """Note where the tensors of a result lie that are no views of those given; return it."""
+    before = [tensor.untyped_storage() for tensor in given]
+    for storage in (tensor.untyped_storage() for tensor in _tensors(result)):
+        if all(storage is not other for other in before):
+            storage.lies_on = device  # type: ignore[attr-defined]
+    return result
+
+
+def _refuse(what: str) -> None:
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()]
+    own = [line for line in lines if "site-packages" not in line and __file__ not in line and "/lib/python" not in line]
+    refused.add(f"{what}: {' < '.join(own[-1:-5:-1])}")
+
+
+class _Operations(TorchDispatchMode):
+    """Follows the devices through all operations."""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, name = _tensors(args, kwargs), function.overloadpacket.__name__
+        devices = [_device(tensor) for tensor in given]
+        # a single number of the host goes with tensors of a GPU
+        mixed = len({device for tensor, device in zip(given, devices, strict=True) if tensor.dim() or device == GPU}) > 1
+        if mixed and name not in _COPIES and not (name in _INDEXED and devices[0] == GPU):
+            _refuse(f"{name} of {[(tuple(tensor.shape), str(device)) for tensor, device in zip(given, devices, strict=True)]}")
+        return _noted(function(*args, **(kwargs or {})), given, GPU if GPU in devices else HOST)
+
+
+class _Calls(TorchFunctionMode):
+    """Answers where a tensor lies, and puts tensors on devices."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, own = dict(kwargs or {}), _device(args[0]) if args else HOST
+        if function == Tensor.device.__get__ and own == GPU:
+            return GPU
+        if function in (Tensor.is_cuda.__get__, Tensor.is_cpu.__get__):
+            return (own == GPU) == (function == Tensor.is_cuda.__get__)
+        if function in (Tensor.numpy, Tensor.__array__, Tensor.pin_memory) and own == GPU:
+            _refuse(function.__name__)
+        if function == Tensor.pin_memory:
+            return args[0].clone()
+        if function in (Tensor.to, Tensor.cpu):
+            return _moved(args[0], own, *(args[1:] if function == Tensor.to else [HOST]), **given)
+        if function == Tensor.__deepcopy__:
+            return _noted(function(*args), [args[0]], own)
+        given.pop("pin_memory", None)
+        device = given.get("device")
+        if device is None:
+            return function(*args, **given)
+        given["device"] = HOST if _place(device) == GPU else device
+        return _noted(function(*args, **given), _tensors(args), _place(device))
+
+
+def _moved(tensor: Tensor, own: torch.device, *values: Any, **given: Any) -> Tensor:
+    """Do what Tensor.to does."""
+    device, rest = given.pop("device", None), []
+    given.pop("non_blocking", None)
+    for value in values:
+        if isinstance(value, (str, torch.device, Tensor)):
+            device = _device(value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            rest.append(value.dtype)
+        elif value is not None and not isinstance(value, (bool, str, torch.device)):
+            rest.append(value)
+    changed = tensor.to(*rest, **given) if rest or given else tensor
+    if device is None or _place(device) == own:
+        return changed
+    return _noted(changed.clone() if changed.untyped_storage() is tensor.untyped_storage() else changed, [], _place(device))
+
+
+class _Idle:
+    """A stream or an event: whatever is asked of it, nothing happens."""
+
+    device = GPU
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+def _entered() -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for mode in (_Calls(), _Operations()):
+        stack.enter_context(mode)
+    return stack
+
+
+def install() -> contextlib.ExitStack:
+    """Let this process have that GPU to its end; the stack holds it for this thread, others enter by themselves."""
+    cuda = torch.cuda
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "set_device": None,
+        "synchronize": None,
+        "mem_get_info": (1 << 36, 1 << 36),
+    }
+    answers |= {"get_device_capability": (9, 0), "max_memory_allocated": 0, "current_stream": _Idle()}
+    answers["cudart"] = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    answers |= {"stream": contextlib.nullcontext(), "device_of": contextlib.nullcontext()}
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *_, answer=answer: answer)
+    cuda.Stream = cuda.Event = _Idle  # type: ignore[assignment,misc]
+    Tensor.record_stream = lambda *_: None  # type: ignore[assignment,method-assign]
+    tensor_of, autocast, run = torch.as_tensor, torch.autocast, threading.Thread.run
+    torch.as_tensor = lambda data, *args, **given: (  # memory that both address
+        _noted(torch.frombuffer(data._memory, dtype=torch.uint8), [], GPU)
+        if hasattr(data, "_memory")
+        else tensor_of(data, *args, **given)
+    )
+    torch.autocast = lambda kind, *args, **given: autocast("cpu", *args, **given)  # type: ignore[assignment,misc]
+
+    def in_thread(thread: threading.Thread) -> None:
+        with _entered():
+            run(thread)
+
+    threading.Thread.run = in_thread  # type: ignore[method-assign]
+    return _entered()

@@ -1,0 +1,89 @@
+"""On a stand-in for a GPU: runs of all features train and resume, and the tensors of each operation lie on one device."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from stand_in_gpu import install, refused
+from tiny_runs import ended_well, run_program, run_train, small_run
+
+import train
+from partial_fc.workspace import Workspace
+from scripts.deploy import export
+from training import step
+
+
+def _train(arguments: list[str]) -> int:
+    """Train three steps, resume for three more, and say what a GPU would refuse."""
+    with install():
+        status = train.main([*arguments, "train.max_steps=3"]) or train.main([*arguments, "train.max_steps=6"])
+    print(*(f"refused: {words}" for words in sorted(refused)), sep="\n", flush=True)
+    return status
+
+
+def _train_with_a_fault(arguments: list[str]) -> int:
+    whole = step.topology_loss
+    step.topology_loss = lambda images, *given: whole(images.cpu(), *given)
+    return _train(arguments)
+
+
+DRAWN = '"data":{"source":"synthetic","num_classes":9,"num_images":30}'
+RUNS = {
+    "micro-batches": "train.precision=bf16 train.accumulation=2 train.ema=0.9 optimizer.name=lamb head.optimizer=sgd",
+    "fp16": "train.precision=fp16 optimizer.name=adamw head.sample_rate=0.5 head.storage=tiny",
+    "decay": "head.sample_rate=0.5 head.inactive_rows=decay head.storage=mini loss.name=kappaface loss.every=2",
+    "host": "head.sample_rate=0.5 head.placement=host head.storage=lean loss.name=magface",
+    "neighbours": "head.sample_rate=0.5 head.sampling=neighbours head.neighbours_every=2",
+    "sub-centers": "head.sub_centers=2 loss.name=curricularface loss.label_smoothing=0.1 loss.focal=1",
+    "topology": "loss.topology=0.1 loss.entropy_weights=true loss.name=elasticface",
+    "average": "teacher.path=average train.ema=0.9 teacher.embedding=1 teacher.relations=1 loss.name=adaptiveface",
+    "teacher": "teacher.path=OLD teacher.embedding=1 teacher.embedding_loss=mse teacher.logits=1",
+    "program": "teacher.path=PROGRAM teacher.options=--trust-code teacher.embedding=1",
+    "compatible": "compatible.path=OLD head.sample_rate=0.5 loss.name=adaface",
+    "tasks": f'tasks=[{{"name":"a"}},{{"name":"b","batch_size":2,{DRAWN},"loss":{{"name":"arcface"}}}}]',
+    "lora": "backbone.name=shallow_vit backbone.lora_rank=2 init.backbone=VIT init.new_classes=images",
+    "landmarks": "backbone.name=vit_kprpe_shallow data.landmarks=POINTS",
+}
+
+
+@pytest.fixture(scope="module")
+def files(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return two runs on a CPU, a program of one, and landmarks of the images."""
+    folder = tmp_path_factory.mktemp("files")
+    np.save(folder / "POINTS.npy", np.random.default_rng(0).uniform(0.2, 0.8, (30, 5, 2)).astype(np.float16))
+    for name, network in {"OLD": "backbone.width=0.25", "VIT": "backbone.name=shallow_vit"}.items():
+        ended_well(
+            run_train(1, small_run(dataset, folder, network, f"run.name={name}", "train.max_steps=2", "eval.targets=[]"))
+        )
+    assert export.main([str(folder / "OLD"), "--out", str(folder / "PROGRAM.pt2")]) == 0
+    return {name.partition(".")[0]: folder / name for name in ("OLD", "VIT", "POINTS.npy", "PROGRAM.pt2")}
+
+
+def _arguments(dataset: Path, output: Path, settings: str) -> list[str]:
+    shared = ["run.device=cuda", "train.compile=off", "head.kernels=plain", "eval.every=3"]
+    return small_run(dataset, output, *shared, *settings.split())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_tensors_of_each_operation_lie_on_one_device(dataset: Path, files: dict[str, Path], tmp_path: Path, name: str):
+    settings = RUNS[name]
+    for key, path in files.items():
+        settings = settings.replace(f"={key}", f"={path}")
+    said = ended_well(run_program(_train, [_arguments(dataset, tmp_path, settings)])).stdout
+    assert "1 x cuda" in said and "resumed from" in said and "refused" not in said, said
+
+
+def test_a_fault_is_seen(dataset: Path, tmp_path: Path):
+    done = run_program(_train_with_a_fault, [_arguments(dataset, tmp_path, "loss.topology=0.1")])
+    assert "refused: sub of [((3,), 'cpu'), ((3,), 'cuda:0')]" in done.stdout, done.stdout
+
+
+def test_the_memory_of_a_buffer_that_grows_stays_until_the_stream_of_that_moment_is_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    kept: list[str] = []
+    workspace, used = Workspace(torch.device("cpu"), 0), SimpleNamespace(is_cuda=True, device="cuda:0", numel=lambda: 2)
+    used.record_stream = kept.append
+    workspace._buffers["rows", torch.float32] = used  # type: ignore[assignment]
+    assert len(workspace.buffer("rows", (3,), torch.float32)) == 3 and kept == ["stream of cuda:0"]
