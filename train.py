@@ -75,7 +75,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
         steps.flags = lambda: [bool(stop.name), writer.is_writing, writer.is_overdue(saving.every_minutes)]
-        late, meter, stop.can_save = LateValues(), Meter(config, setup, model, log), True
+        late, meter = LateValues(), Meter(config, setup, model, log)
+        stop.can_save = setup.compile == "off"  # or the first step compiles for minutes, and waits for no signal
         watch.at(start_step, steps.doing)
         for prepared in steps:
             # ---- one optimizer step, of which the host reads nothing before the next one
@@ -87,6 +88,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 if head.news:
                     log.info(named(task.name, head.news, model))
             meter.speed.count()
+            if step == start_step:
+                stop.can_save = True
 
             # ---- after the step: `done` optimizer steps are finished
             logs, evaluates = is_due(done, config.log.every, total_steps), is_due(done, config.eval.every, last_evaluation)

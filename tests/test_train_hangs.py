@@ -208,6 +208,11 @@ _HANGS_BEFORE_TRAINING = """
 from training import setup
 setup.build_dataset = lambda *arguments: hang()
 """
+_HANGS_WHILE_IT_COMPILES = """
+from training import setup
+setup.choose_compile = lambda *arguments: ("default", [])
+train.for_training = lambda *arguments: lambda *images: hang()
+"""
 
 
 def _interrupt(tmp_path: Path, program: str, arguments: list[str], after_first: str) -> tuple[int, str]:
@@ -231,10 +236,11 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs_without_saving(dataset: Path, tmp
     assert list_checkpoints(tmp_path / "tiny") == []
 
 
+@pytest.mark.parametrize("where", [_HANGS_BEFORE_TRAINING, _HANGS_WHILE_IT_COMPILES])
 @pytest.mark.parametrize("kind", _HANGS)
-def test_ctrl_c_before_training_ends_a_run_that_hangs(dataset: Path, tmp_path: Path, kind: str):
+def test_ctrl_c_before_training_ends_a_run_that_hangs(dataset: Path, tmp_path: Path, kind: str, where: str):
     arguments = small_run(dataset, tmp_path, "eval.targets=[]")
-    status, said = _interrupt(tmp_path, _HANGS[kind] + _HANGS_BEFORE_TRAINING, arguments, "")
+    status, said = _interrupt(tmp_path, _HANGS[kind] + where, arguments, "")
     assert status == 130
     assert said.strip() == "interrupted: no step was trained, so nothing was saved; earlier checkpoints are untouched"
 
