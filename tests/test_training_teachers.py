@@ -396,10 +396,14 @@ def test_wrong_teachers_are_one_line(place: Path, tmp_path: Path, capsys: pytest
     assert WRONG[given] in capsys.readouterr().err
 
 
-def test_check_opens_the_teacher_of_another_size(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_teacher_of_another_size_is_opened_by_check_and_may_begin_late(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["teacher.relations=1", f"teacher.path={place / 'old'}", "backbone.embedding_size=8", "eval.targets=[]"]
     assert train.main([*tiny_run(place, tmp_path, *words, image_size=64), "--check"]) == 0
     assert "nothing wrong was found" in capsys.readouterr().out
+    # a loss with a projection may begin where the run goes on
+    for more in (["train.max_steps=1"], ["train.max_steps=3", "teacher.embedding=5"]):
+        ended_well(run_program(train.main, [tiny_run(place, tmp_path, *words, *more, image_size=48)]))
+    assert _loss(tmp_path / "tiny", 3) > 0
 
 
 def test_the_memory_of_a_teacher_counts():

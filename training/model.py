@@ -193,7 +193,7 @@ class Model(NamedTuple):
             BACKBONE: SavedState(self.backbone.state_dict, self.backbone.load_state_dict),
             TRAINER: SavedState(trainer.state, trainer.load),
             **({} if ema is None else {EMA: SavedState(ema.state, ema.load, ema.begin)}),
-            **({} if projection is None else {PROJECTION: SavedState(projection.state, projection.load)}),
+            **({} if projection is None else {PROJECTION: SavedState(projection.state, projection.load, lambda: None)}),
             **{name: SavedState(functools.partial(_shard, head), head.load_rows) for name, head in self.heads.items()},
         }
 

@@ -156,7 +156,7 @@ def signature_of(
         "seed": config.run.seed,
         "labels": first["labels"],
         "image_size": config.data.image_size,
-        **({"lora": [config.backbone.lora_rank, config.backbone.lora_alpha]} if config.backbone.lora_rank else {}),
+        "lora": [config.backbone.lora_rank, config.backbone.lora_alpha] if config.backbone.lora_rank else [],
         **({"tasks": several} if config.tasks else {}),
         **{key: value for key, value in first.items() if key == "landmarks"},
         **({} if teacher is None else {"teacher": teacher.identity}),
@@ -215,7 +215,7 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[list[Task], list[Pr
     tasks = []
     for (own, dataset, task_seed), size in zip(found, sizes, strict=True):
         with prefix_errors(f"tasks: {own.task.name} has {size} of the images of each step"):
-            check_batch(size, config.train.accumulation, num_processes)
+            check_batch(size, config.train.accumulation, num_processes, "its batch_size")
         how = own.data
         order = SampleOrder(
             dataset.num_images, size, task_seed, how.flip, how.shuffle, how.block, how.window, dataset.epoch_indices

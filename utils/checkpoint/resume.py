@@ -295,5 +295,5 @@ def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
             words = f"it has no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or [""])[-1].strip()
             if words.startswith("checkpoint "):
                 raise
-            raise ValueError(f"checkpoint {path}: its {name} does not fit this run: {words}") from None
+            raise ValueError(f"checkpoint {path}: its {name} does not fit this run: {words:.300}") from None
     return int(ckpt.read_manifest(path)["step"])
