@@ -143,7 +143,8 @@ def _task(
     number, values, source = entry
     task, mine = dict(TASK), copy.deepcopy({**tree, "tasks": []})
     of_sections = {name: value for name, value in values.items() if name in TASK_SECTIONS}
-    _merge(task, {name: value for name, value in values.items() if name not in TASK_SECTIONS}, source)
+    of_entry = {name: value for name, value in values.items() if name not in TASK_SECTIONS}
+    _merge(task, of_entry, source, known={name: mine[name] for name in TASK_SECTIONS})
     arguments = {name: GivenSection(list(picks), dict(found)) for name, (picks, found) in given.items()}
     _merge(mine, take_arguments(of_sections, mine, arguments, number, source), source)
     with prefix_errors(f"tasks: {task['name'] or 'an entry'}"):

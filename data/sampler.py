@@ -144,8 +144,12 @@ class SampleOrder:
         return stream[(stream >= begin) & (stream < end)]
 
 
-def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
-    """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm."""
+def check_batch(batch_size: int, accumulation: int, world_size: int, key: str = "train.batch_size") -> None:
+    """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm.
+
+    Args:
+        key: of the batch size.
+    """
 
     def fits(images: int, parts: int) -> bool:
         return images % parts == 0 and images // parts >= 2
@@ -159,10 +163,10 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
     choices = [
         f"processes: {_some(processes)}" if processes else "",
         f"train.accumulation: {_some(accumulations)}" if accumulations else "",
-        f"in a new run, train.batch_size: {share * accumulation * world_size}",
+        f"in a new run, {key}: {share * accumulation * world_size}",
     ]
     raise ValueError(
-        f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x {world_size} "
+        f"{key}, images per optimizer step, must be a multiple of {accumulation} train.accumulation x {world_size} "
         f"processes, with 2 images or more each, got {batch_size}. Valid choices: {'; '.join(filter(None, choices))}"
     )
 

@@ -216,7 +216,7 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     same_bits(whole, _ends(tmp_path / "again", heads))
     merge = ["merge", str(tmp_path / "whole"), str(tmp_path / "second.pt")]
     assert checkpoint_program.main(merge) == 1
-    assert "it has the heads first, second, got no name; name one of them" in capsys.readouterr().err
+    assert "it has the heads first, second, got no name. face checkpoint merge --head NAME writes" in capsys.readouterr().err
     assert export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]) == 1
     assert "its network was trained with tasks, and arcface_torch has one head" in capsys.readouterr().err
     assert checkpoint_program.main([*merge, "--head", "third"]) == 1
@@ -304,13 +304,14 @@ WRONG = {
     "[{name: a, batch_size: 8}, {name: b}]": "of train.batch_size=8, 0 images are left for the 1 tasks without a batch_size",
     "[{name: a, data: {image_size: 64}}]": "tasks[0].data.image_size must be that of all tasks, 48, got 64",
     "[{name: a, head: {schedule: cosine}}]": "tasks[0].head.schedule must be that of all tasks, same, got cosine",
-    "[{name: a, heads: {}}]": "tasks[0]: no key 'heads'",
+    "[{name: a, heads: {}}]": "tasks[0]: no key 'heads'. Did you mean head?",
+    "[{name: a, sample_rate: 0.5}]": "tasks[0]: no key 'sample_rate'. Did you mean head.sample_rate?",
     "[{name: a, head: {sampel_rate: 1}}]": "tasks[0]: no key 'head.sampel_rate'. Did you mean head.sample_rate?",
     "[{name: a, loss: {m2: 0.5}}]": "tasks[0]: no key 'loss.m2'",
     "[{name: a, head: {stages: [{steps: 1, scale: 0}]}}]": "tasks: a: head.stages: from step 1 on loss.scale must be",
     "[{name: a, head: {sample_rate: 0}}]": "tasks: a: head.sample_rate must be above 0, got 0",
     "[{name: a, data: {path: nowhere}}]": "tasks: a: data.path: ",
-    "[{name: a, batch_size: 7}, {name: b, batch_size: 1}]": "tasks: b has 1 of the images of each step: train.batch_size",
+    "[{name: a, batch_size: 7}, {name: b, batch_size: 1}]": "Valid choices: in a new run, its batch_size: 2",
 }
 
 

@@ -94,7 +94,8 @@ def head_named(checkpoint: Path, name: str = "") -> str:
     found = next((wanted for wanted in (name, SOFTMAX) if wanted in heads), "")
     if found or len(heads) <= 1:
         return found or (heads or [SOFTMAX])[0]
-    raise ValueError(f"checkpoint {checkpoint}: it has the heads {', '.join(heads)}, got {name or 'no name'}; name one of them")
+    what = f"it has the heads {', '.join(heads)}, got {name or 'no name'}"
+    raise ValueError(f"checkpoint {checkpoint}: {what}. face checkpoint merge --head NAME writes one of them into a file")
 
 
 def class_order(checkpoint: Path, head: str = SOFTMAX) -> tuple[int, int]:
