@@ -30,6 +30,8 @@ def words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, dict):  # a stage of the head, in which -1 stands for what stays
+        return " ".join(f"{key}={words(item)}" for key, item in value.items() if item not in _OFF and item != -1.0)
     if isinstance(value, list):
         return one_line(" ".join(words(item) for item in value[:_LONGEST]))[:_LONGEST]
     return one_line(value)[:_LONGEST]
@@ -94,7 +96,7 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
     images, batch = signature.get("num_images"), signature.get("batch_size")
     epochs = f", {step * batch / images:.2f} epochs" if type(images) is int and images and type(batch) is int else ""
     flips = ["mirrored with probability 1/2"] if all(part.get("flip") is True for part in _data_of(config)) else []
-    start = config.get("init", {}).get("backbone")
+    start, backbone = config.get("init", {}).get("backbone"), config.get("backbone", {})
     of_schedule = _OF_SCHEDULE.get(str(schedule.get("kind")), ())
     return _present(
         [
@@ -104,7 +106,10 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
             ("batch", f"{batch:,} images" if type(batch) is int else ""),
             ("length", f"{step:,} optimizer steps{epochs}"),
             ("precision", words(train["precision"]) if train.get("precision") else ""),
-            ("rank of LoRA", _unless_off(config.get("backbone", {}).get("lora_rank"))),
+            ("teacher", _of_network(config.get("teacher", {}), ("embedding", "embedding_loss", "relations", "logits"))),
+            ("compatible with", _of_network(config.get("compatible", {}), ("weight",))),
+            ("trained in part", _pairs(backbone, ("freeze", "freeze_norm", "train_last"))),
+            ("rank of LoRA", _unless_off(backbone.get("lora_rank"))),
             ("moving average of the weights", _unless_off(train.get("ema"))),
             ("augmentation", "; ".join(filter(None, [*flips, _augment_words(augment)])) or "none"),
             ("initial weights", (PurePath(start).name or "random") if isinstance(start, str) else ""),
@@ -145,6 +150,13 @@ def _named(section: Mapping[str, Any], key: str, keys: list[str]) -> str:
         return ""
     pairs = _pairs(section, keys)
     return f"{words(section[key])}{f': {pairs}' if pairs else ''}"
+
+
+def _of_network(section: Mapping[str, Any], keys: Any) -> str:
+    """Return 'FILE: key=value, ...' of a section that names another network; folders above may name the user."""
+    path = section.get("path")
+    name = PurePath(path).name if isinstance(path, str) else ""
+    return f"{one_line(name)[:_LONGEST]}: {_pairs(section, keys)}" if name else ""
 
 
 def _pairs(section: Mapping[str, Any], keys: Any) -> str:
