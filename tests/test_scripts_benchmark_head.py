@@ -169,7 +169,10 @@ def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert "or use a smaller backbone\n" in capsys.readouterr().out
     assert capacity.main(["--memory", "0.7", "--backbone", "none", "--batch", "64"]) == 0
     assert "--device cpu counts no libraries of CUDA" in capsys.readouterr().out
-    assert "--memory must be above 0" in error_of(capacity.main(["--memory", "-1"]), capsys)
+    for option, value in (("memory", "-1"), ("memory", "inf"), ("room", "0"), ("bandwidth", "nan")):
+        with pytest.raises(SystemExit):
+            capacity.main([f"--{option}={value}"])
+        assert f"argument --{option}: must be a number from 0.001 to 1e+06, got {value}" in capsys.readouterr().err
 
 
 def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[str]):

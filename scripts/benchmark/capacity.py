@@ -43,7 +43,7 @@ from partial_fc.kernels.plain import LONGEST_ROW
 from partial_fc.memory import HeadMemory
 from utils import distributed
 from utils.allocator import out_of_memory
-from utils.cli import int_in_range, make_parser
+from utils.cli import int_in_range, make_parser, number_in_range
 from utils.image import IMAGE_SIZE
 from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads, free_bytes
 from utils.optim import build_optimizer
@@ -55,6 +55,7 @@ from .kit import add_common_arguments, peak_bytes, run_ranks, seconds_of, write_
 
 _GIB = 2**30
 _PROBE = 256 << 20  # bytes with which a bandwidth is measured
+_GIVEN = number_in_range(0.001, 1e6)
 
 
 class Card(NamedTuple):
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face bench capacity", __doc__)
     parser.add_argument("--gpus", type=int_in_range(1), default=1, help="processes that share the classes")
     parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")
-    parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
+    parser.add_argument("--memory", type=_GIVEN, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
     parser.add_argument("--checkpointing", action="store_true", help="backbone.checkpointing")
@@ -99,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int_in_range(1), default=128, help="images per process and step")
     parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="a line for each")
     parser.add_argument("--placement", choices=PLACEMENTS, default="device", help="head.placement; disk: for a CPU")
-    parser.add_argument("--room", type=float, help="GiB of each process there (default: its part of what is free here)")
-    parser.add_argument("--bandwidth", type=float, help="GB/s to and from there (default: measured)")
+    parser.add_argument("--room", type=_GIVEN, help="GiB of each process there (default: its part of what is free here)")
+    parser.add_argument("--bandwidth", type=_GIVEN, help="GB/s to and from there (default: measured)")
     parser.add_argument("--folder", default=".", help="for disk: a folder on it")
-    parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
+    parser.add_argument("--sample-rate", type=number_in_range(1e-6, 1), default=1.0, help="head.sample_rate")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device here, to measure and --find")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
@@ -119,10 +120,6 @@ def capacity(options: argparse.Namespace) -> None:
         options.memory = card.memory
     if card is not None and not card.bf16 and options.precision == "bf16":
         raise ValueError(f"--card {options.card} has no bf16, the default of --precision; give --precision fp16")
-    if options.memory <= 0:
-        raise ValueError(f"--memory must be above 0, got {options.memory}")
-    if not 0 < options.sample_rate <= 1:
-        raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
     device = distributed.choose_device(options.device, 0)
     elsewhere = _Elsewhere(options, device) if options.placement != "device" else None
     memory = _backbone(options, device)
@@ -158,7 +155,7 @@ def capacity(options: argparse.Namespace) -> None:
         print(line, flush=True)
     if not any(row["identities"] for row in rows):
         advice = "; --device cpu counts no libraries of CUDA" if is_for_gpu(options, device) and not options.card else ""
-        print(f"nothing fits: all else takes {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone{advice}")
+        print(f"nothing fits beside the other {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone{advice}")
     write_json(options.json, {"backbone_bytes": memory.total(options.batch), "rows": rows})
 
 
@@ -171,8 +168,6 @@ class _Elsewhere:
             raise ValueError("--find measures --placement device; leave one of the two out")
         if on_disk == is_for_gpu(options, device):
             raise ValueError("--placement disk is for --device cpu, host for a GPU; on a CPU host is the same as device")
-        if (options.room or 1) <= 0 or (options.bandwidth or 1) <= 0:
-            raise ValueError("--room and --bandwidth must be above 0")
         if not on_disk and not options.bandwidth and device.type == "cpu":
             raise ValueError("--bandwidth is needed: GB/s of the bus of that GPU, since none is here to measure it")
         free = shutil.disk_usage(options.folder).free if on_disk else free_bytes(torch.device("cpu"), 1)
