@@ -396,7 +396,7 @@ def test_wrong_teachers_are_one_line(place: Path, tmp_path: Path, capsys: pytest
     assert WRONG[given] in capsys.readouterr().err
 
 
-def test_a_teacher_of_another_size_is_opened_by_check_and_may_begin_late(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_teacher_of_another_size_opens_and_may_come_late(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["teacher.relations=1", f"teacher.path={place / 'old'}", "backbone.embedding_size=8", "eval.targets=[]"]
     assert train.main([*tiny_run(place, tmp_path, *words, image_size=64), "--check"]) == 0
     assert "nothing wrong was found" in capsys.readouterr().out
