@@ -76,7 +76,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
         steps.flags = lambda: [bool(stop.name), writer.is_writing, writer.is_overdue(saving.every_minutes)]
         late, meter = LateValues(), Meter(config, setup, model, log)
-        stop.can_save = setup.compile == "off"  # or the first step compiles for minutes, and waits for no signal
+        stop.can_save = setup.compile == "off"  # its compilers, in the first step, get the signal, too
         watch.at(start_step, steps.doing)
         for prepared in steps:
             # ---- one optimizer step, of which the host reads nothing before the next one

@@ -389,10 +389,11 @@ class ExportedNetwork(nn.Module):
             raise ValueError(f"{path}: not an exported program: it is not a zip archive")
         self.contract = _contract(lambda: _texts_of_archive(path), path)
         try:
-            self._exported, self._device = torch.export.load(str(path)), torch.device("cpu")
+            self._exported = torch.export.load(str(path))
             self._program = [self._exported.module()]
         except Exception as error:  # damage ends in exceptions of many kinds
             raise ValueError(f"{path}: not an exported program: {first_line(error)}") from None
+        self._device = next((tensor.device for tensor in self._exported.state_dict.values()), torch.device("cpu"))
 
     def forward(self, images: Tensor) -> Tensor:
         if images.device != self._device:  # it names the device where it was exported, and has weights that no `to` reaches

@@ -239,8 +239,8 @@ def test_what_cannot_work_is_one_line(source: Path, tmp_path: Path, capsys: pyte
     other = [*LORA, "train.ema=0.5", "train.max_steps=4", "backbone.lora_alpha=2"]
     for run, more, words in (
         ("tuned", other, "lora was [2, 6.0], this run has [2, 2.0]"),
-        ("tuned", other[2:3], "lora was [2, 6.0], this run has []"),
-        ("base", [*LORA, "train.max_steps=4"], "lora was [], this run has [2, 6.0]"),
+        ("tuned", other[2:3], "lora was [2, 6.0], this run has none"),
+        ("base", [*LORA, "train.max_steps=4"], "lora was none, this run has [2, 6.0]"),
     ):
         assert train.main(_tuning(source, source, run, *more)) != 0
         assert words in capsys.readouterr().err

@@ -28,12 +28,13 @@ from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed.agreement import digest_tensors
 
 MARKUP = "a|b <img src=x onerror=alert(1)> `c` [d](javascript:e) **f** \x1b[31m\u202e"
+STAGES = [{"epochs": 0.0, "steps": 3, "margin": 0.0}, {"epochs": 1.0, "steps": 0, "margin": 0.3, "scale": -1.0}]
 CONFIG = {
     "run": {"name": "small", "seed": 3},
     "data": {"source": "recordio", "path": "/home/somebody/ms1mv3", "image_size": 112, "flip": True},
     "backbone": {"name": "shallow", "embedding_size": 16, "width": 0.125, "dropout": 0.0, "train_last": 2},
     "loss": {"name": "cosface", "margin": 0.25, "scale": 32.0, "focal": 0.0, "label_smoothing": 0.125},
-    "head": {"sample_rate": 0.5, "stages": [{"epochs": 0.0, "steps": 3, "scale": -1.0}], "sub_centers": 1, "storage": "exact"},
+    "head": {"sample_rate": 0.5, "stages": STAGES, "sub_centers": 1, "storage": "exact"},
     "teacher": {"path": "/home/somebody/teach.npy", "embedding": 5.0, "embedding_loss": "mse", "relations": 0.0},
     "compatible": {"path": "/home/somebody/old", "weight": 0.5},
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "beta2": 0.999, "weight_decay": 0.0005, "layer_decay": 1.0},
@@ -105,7 +106,7 @@ def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path):
     assert facts["loss"] == "cosface: margin=0.25, scale=32" and facts["label smoothing"] == "0.125"
     assert facts["teacher"] == "teach.npy: embedding=5, embedding_loss=mse" and facts["compatible with"] == "old: weight=0.5"
     assert facts["trained in part"] == "train_last=2"
-    assert facts["head"].startswith("sample_rate=0.5, stages=steps=3, sub_centers=1")
+    assert facts["head"].startswith("sample_rate=0.5, stages=steps=3 margin=0; epochs=1 margin=0.3, sub_centers=1")
     assert facts["batch"] == "8 images" and facts["precision"] == "bf16"
     assert facts["optimizer"] == "sgd: lr=0.05, momentum=0.9, weight_decay=0.0005"  # no beta2, which sgd does not have
     assert facts["schedule"] == "poly: power=2, warmup_epochs=1"

@@ -4,7 +4,7 @@ A manifest may hold any values under any keys of its configuration; what is miss
 a type.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -22,6 +22,7 @@ _MOMENTS = {"sgd": ("momentum", "nesterov")}
 _OF_ADAM = ("momentum", "beta2", "eps")
 _OF_SCHEDULE = {"poly": ("power", "min_lr"), "cosine": ("min_lr",), "step": ("milestones", "milestone_steps", "factor")}
 _LONGEST = 300  # characters of a value
+_LENGTHS = ("epochs", "steps")
 
 
 def words(value: Any) -> str:
@@ -30,10 +31,11 @@ def words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, dict):  # a stage of the head, in which -1 stands for what stays
-        return " ".join(f"{key}={words(item)}" for key, item in value.items() if item not in _OFF and item != -1.0)
+    if isinstance(value, dict):  # a stage of the head, in which -1 stands for what stays; it has epochs or steps
+        return " ".join(f"{key}={words(item)}" for key, item in value.items() if item != -1.0 and (item or key not in _LENGTHS))
     if isinstance(value, list):
-        return one_line(" ".join(words(item) for item in value[:_LONGEST]))[:_LONGEST]
+        between = "; " if any(isinstance(item, dict) for item in value) else " "
+        return one_line(between.join(words(item) for item in value[:_LONGEST]))[:_LONGEST]
     return one_line(value)[:_LONGEST]
 
 
@@ -97,6 +99,8 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
     epochs = f", {step * batch / images:.2f} epochs" if type(images) is int and images and type(batch) is int else ""
     flips = ["mirrored with probability 1/2"] if all(part.get("flip") is True for part in _data_of(config)) else []
     start, backbone = config.get("init", {}).get("backbone"), config.get("backbone", {})
+    teacher = config.get("teacher", {})
+    by = ("embedding_loss",) if teacher.get("embedding") else ()
     of_schedule = _OF_SCHEDULE.get(str(schedule.get("kind")), ())
     return _present(
         [
@@ -106,7 +110,7 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
             ("batch", f"{batch:,} images" if type(batch) is int else ""),
             ("length", f"{step:,} optimizer steps{epochs}"),
             ("precision", words(train["precision"]) if train.get("precision") else ""),
-            ("teacher", _of_network(config.get("teacher", {}), ("embedding", "embedding_loss", "relations", "logits"))),
+            ("teacher", _of_network(teacher, ("embedding", *by, "relations", "logits"))),
             ("compatible with", _of_network(config.get("compatible", {}), ("weight",))),
             ("trained in part", _pairs(backbone, ("freeze", "freeze_norm", "train_last"))),
             ("rank of LoRA", _unless_off(backbone.get("lora_rank"))),
@@ -144,7 +148,7 @@ def _augment_words(section: Mapping[str, Any]) -> str:
     return _pairs(section, [key for key in section if any(key == one or key.startswith(f"{one}_") for one in used)])
 
 
-def _named(section: Mapping[str, Any], key: str, keys: list[str]) -> str:
+def _named(section: Mapping[str, Any], key: str, keys: Sequence[str]) -> str:
     """Return 'name: key=value, ...' of a section whose `key` picks a class."""
     if section.get(key) in _OFF:
         return ""
@@ -152,11 +156,10 @@ def _named(section: Mapping[str, Any], key: str, keys: list[str]) -> str:
     return f"{words(section[key])}{f': {pairs}' if pairs else ''}"
 
 
-def _of_network(section: Mapping[str, Any], keys: Any) -> str:
+def _of_network(section: Mapping[str, Any], keys: Sequence[str]) -> str:
     """Return 'FILE: key=value, ...' of a section that names another network; folders above may name the user."""
     path = section.get("path")
-    name = PurePath(path).name if isinstance(path, str) else ""
-    return f"{one_line(name)[:_LONGEST]}: {_pairs(section, keys)}" if name else ""
+    return _named({**section, "path": PurePath(path).name if isinstance(path, str) else ""}, "path", keys)
 
 
 def _pairs(section: Mapping[str, Any], keys: Any) -> str:

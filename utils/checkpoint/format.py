@@ -99,7 +99,7 @@ def shard_name(rank: int, world_size: int, head: str = SOFTMAX) -> str:
 def in_words(key: str, value: Any) -> str:
     """Return a value of a run's signature for people: its backbone is [name, embedding size, width]."""
     named = key == "backbone" and isinstance(value, list) and len(value) == 3
-    return f"{value[0]}, {value[1]}-d, width {value[2]}" if named else str(value)
+    return f"{value[0]}, {value[1]}-d, width {value[2]}" if named else "none" if value == [] else str(value)
 
 
 def sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -95,7 +95,7 @@ def head_named(checkpoint: Path, name: str = "") -> str:
     if found or len(heads) <= 1:
         return found or (heads or [SOFTMAX])[0]
     what = f"it has the heads {', '.join(heads)}, got {name or 'no name'}"
-    raise ValueError(f"checkpoint {checkpoint}: {what}. face checkpoint merge --head NAME writes one of them into a file")
+    raise ValueError(f"checkpoint {checkpoint}: {what}. face checkpoint merge --head NAME writes one, for init.head")
 
 
 def class_order(checkpoint: Path, head: str = SOFTMAX) -> tuple[int, int]:
