@@ -6,6 +6,7 @@ It computes as a CPU does, so whole programs run. Kernels, streams and speed are
 import contextlib
 import threading
 import traceback
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,11 +93,11 @@ def _moved(tensor: Tensor, own: torch.device, *values: Any, **given: Any) -> Ten
     device, rest = given.pop("device", None), []
     given.pop("non_blocking", None)
     for value in values:
-        if isinstance(value, (str, torch.device, Tensor)):
-            device = _device(value) if isinstance(value, Tensor) else value
         if isinstance(value, Tensor):
-            rest.append(value.dtype)
-        elif value is not None and not isinstance(value, (bool, str, torch.device)):
+            device, rest = _device(value), [*rest, value.dtype]
+        elif isinstance(value, (str, torch.device)):
+            device = value
+        elif value is not None and not isinstance(value, bool):
             rest.append(value)
     changed = tensor.to(*rest, **given) if rest or given else tensor
     if device is None or _place(device) == own:
@@ -116,29 +117,23 @@ class _Idle:
         return lambda *_, **__: self
 
 
-def _entered() -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    for mode in (_Calls(), _Operations()):
-        stack.enter_context(mode)
-    return stack
+@contextlib.contextmanager
+def _entered() -> Iterator[None]:
+    with _Calls(), _Operations():
+        yield
 
 
-def install() -> contextlib.ExitStack:
-    """Let this process have that GPU to its end; the stack holds it for this thread, others enter by themselves."""
-    cuda = torch.cuda
+def install() -> contextlib.AbstractContextManager[None]:
+    """Let this process have that GPU to its end; the context holds it for this thread, others enter by themselves."""
     answers = {
-        "is_available": True,
-        "device_count": 1,
-        "set_device": None,
-        "synchronize": None,
-        "mem_get_info": (1 << 36, 1 << 36),
+        **{"is_available": True, "device_count": 1, "set_device": None, "get_device_capability": (9, 0)},
+        **{"synchronize": None, "mem_get_info": (1 << 36, 1 << 36), "max_memory_allocated": 0},
+        **{"current_stream": _Idle(), "stream": contextlib.nullcontext(), "device_of": contextlib.nullcontext()},
+        "cudart": SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
     }
-    answers |= {"get_device_capability": (9, 0), "max_memory_allocated": 0, "current_stream": _Idle()}
-    answers["cudart"] = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    answers |= {"stream": contextlib.nullcontext(), "device_of": contextlib.nullcontext()}
     for name, answer in answers.items():
-        setattr(cuda, name, lambda *_, answer=answer: answer)
-    cuda.Stream = cuda.Event = _Idle  # type: ignore[assignment,misc]
+        setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    torch.cuda.Stream = torch.cuda.Event = _Idle  # type: ignore[assignment,misc]
     Tensor.record_stream = lambda *_: None  # type: ignore[assignment,method-assign]
     tensor_of, autocast, run = torch.as_tensor, torch.autocast, threading.Thread.run
     torch.as_tensor = lambda data, *args, **given: (  # memory that both address

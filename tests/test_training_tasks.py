@@ -311,7 +311,9 @@ WRONG = {
     "[{name: a, head: {stages: [{steps: 1, scale: 0}]}}]": "tasks: a: head.stages: from step 1 on loss.scale must be",
     "[{name: a, head: {sample_rate: 0}}]": "tasks: a: head.sample_rate must be above 0, got 0",
     "[{name: a, data: {path: nowhere}}]": "tasks: a: data.path: ",
-    "[{name: a, batch_size: 7}, {name: b, batch_size: 1}]": "Valid choices: in a new run, its batch_size: 2",
+    "[{name: a, batch_size: 7}, {name: b, batch_size: 1}]": "tasks: b has 1 of the images of each step: its batch_size, "
+    "images per optimizer step, must be a multiple of 1 train.accumulation x 1 processes, with 2 images or more each, got 1. "
+    "Valid choices: in a new run, its batch_size: 2",
 }
 
 

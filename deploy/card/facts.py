@@ -32,7 +32,8 @@ def words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):  # a stage of the head, in which -1 stands for what stays; it has epochs or steps
-        return " ".join(f"{key}={words(item)}" for key, item in value.items() if item != -1.0 and (item or key not in _LENGTHS))
+        known = {key: item for key, item in value.items() if item != -1.0 and (item or key not in _LENGTHS)}
+        return one_line(" ".join(f"{key}={words(item)}" for key, item in known.items()))[:_LONGEST]
     if isinstance(value, list):
         between = "; " if any(isinstance(item, dict) for item in value) else " "
         return one_line(between.join(words(item) for item in value[:_LONGEST]))[:_LONGEST]

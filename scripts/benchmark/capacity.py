@@ -55,7 +55,7 @@ from .kit import add_common_arguments, peak_bytes, run_ranks, seconds_of, write_
 
 _GIB = 2**30
 _PROBE = 256 << 20  # bytes with which a bandwidth is measured
-_GIVEN = number_in_range(0.001, 1e6)
+_GIVEN = number_in_range(0.001, 1e6)  # GiB, or GB/s
 
 
 class Card(NamedTuple):
