@@ -253,8 +253,6 @@ def _serve(loader: Loader, buffers: list[_Buffer], parent: Connection, pipe: Con
         gc.freeze()  # what the parent had is not taken apart here
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
-        if (inherited := signal.set_wakeup_fd(-1)) >= 0:
-            os.close(inherited)  # the parent waits for its end
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         parent.close()
         decoders, begins, replies = _Decoders(loader, torch.device("cpu")), ThreadPoolExecutor(1), ThreadPoolExecutor(1)

@@ -188,12 +188,13 @@ def test_the_fork_ends_with_its_training_and_not_by_a_signal_to_all_processes(da
 
 
 _ENDS = """
-import sys, torch
+import os, signal, sys, torch
 from data.datasets import SyntheticDataset
 from data.loader import Loader
 from data.sampler import SampleOrder
 from utils.program import StopSignal
 order = SampleOrder(100, batch_size=7, seed=4, flip=True)
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # as asyncio does, from Python 3.12 on
 with StopSignal():
     batches = iter(Loader(SyntheticDataset(5, 100, 0), order.samples, 0, 9, 1, 3, torch.device("cpu"), apart=True))
     next(batches)

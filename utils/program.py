@@ -97,7 +97,8 @@ class StopSignal:
             signal.signal(number, handler)
         if self._pipe >= 0:
             signal.set_wakeup_fd(self._pipe_before)
-            os.close(self._pipe)  # which ends the thread
+            os.write(self._pipe, b"\0")  # which ends the thread; forks may have the pipe, too, so that to close it may not
+            os.close(self._pipe)
             self._reader.join()
 
     @property
@@ -114,7 +115,7 @@ class StopSignal:
     def _read(self, numbers: int) -> None:
         """Run in the thread: act on each signal whose number arrives."""
         with open(numbers, "rb", buffering=0) as pipe:
-            while number := pipe.read(1):
+            while (number := pipe.read(1)) != b"\0":
                 if number[0] in _STOPPING:
                     self._note(signal.Signals(number[0]))
 

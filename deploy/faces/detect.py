@@ -225,10 +225,10 @@ def _pictures(folder: Path, out: Path) -> list[str]:
     names = list_pictures(folder)
     if out.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{out}: the crops must not be below {folder}, or the next run would take them for photographs")
-    first: dict[Path, str] = {}
+    first: dict[str, str] = {}
     for name in names:
-        if first.setdefault(Path(name).with_suffix(""), name) != name:
-            other = first[Path(name).with_suffix("")]
+        other = first.setdefault(name.removesuffix(Path(name).suffix), name)
+        if other != name:
             raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
     return names
 

@@ -80,7 +80,7 @@ def points_of(landmarks: dict[str, np.ndarray], names: Iterable[str]) -> list[np
     taken: dict[str, str] = {}  # line -> picture
     for name in names:
         path = Path(name)
-        keys = (name, path.as_posix(), path.with_suffix("").as_posix(), path.name, path.stem)
+        keys = (name, path.as_posix(), path.as_posix().removesuffix(path.suffix), path.name, path.stem)
         key = next((key for key in keys if key in landmarks), None)
         if key is None:
             raise ValueError(f"{name}: has no landmarks; add a line for it, or leave the picture out")
