@@ -1,9 +1,11 @@
-"""A GPU that is none: tensors of the CPU that say they lie on cuda:0, and what a real GPU would refuse to compute with them.
+"""A GPU that is none: tensors of the CPU that say they lie on cuda, and what a real GPU would refuse to compute with them.
 
-It computes as a CPU does, so whole programs run. Kernels, streams and speed are not those of a GPU.
+It computes as a CPU does, so whole programs run, of several processes too. Kernels, streams, NCCL and speed are not a GPU's.
 """
 
 import contextlib
+import functools
+import os
 import threading
 import traceback
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 refused: set[str] = set()
 _COPIES = ("copy_", "_to_copy")
+_TO_BUCKETS = torch.ops.aten.mul.out  # how DDP copies gradients to its buckets, which it makes where nothing is seen
 _INDEXED = ("index", "index_put", "index_put_")  # a GPU takes indices of the host
 
 
@@ -58,7 +62,8 @@ class _Operations(TorchDispatchMode):
         devices = [_device(tensor) for tensor in given]
         # a single number of the host goes with tensors of a GPU
         mixed = len({device for tensor, device in zip(given, devices, strict=True) if tensor.dim() or device == GPU}) > 1
-        if mixed and name not in _COPIES and not (name in _INDEXED and devices[0] == GPU):
+        allowed = name in _COPIES or function == _TO_BUCKETS or (name in _INDEXED and devices[0] == GPU)
+        if mixed and not allowed:
             _refuse(f"{name} of {[(tuple(tensor.shape), str(device)) for tensor, device in zip(given, devices, strict=True)]}")
         return _noted(function(*args, **(kwargs or {})), given, GPU if GPU in devices else HOST)
 
@@ -125,8 +130,10 @@ def _entered() -> Iterator[None]:
 
 def install() -> contextlib.AbstractContextManager[None]:
     """Let this process have that GPU to its end; the context holds it for this thread, others enter by themselves."""
+    global GPU
+    GPU = _Idle.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     answers = {
-        **{"is_available": True, "device_count": 1, "set_device": None, "get_device_capability": (9, 0)},
+        **{"is_available": True, "device_count": 2, "set_device": None, "get_device_capability": (9, 0)},
         **{"synchronize": None, "mem_get_info": (1 << 36, 1 << 36), "max_memory_allocated": 0},
         **{"current_stream": _Idle(), "stream": contextlib.nullcontext(), "device_of": contextlib.nullcontext()},
         "cudart": SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
@@ -142,6 +149,13 @@ def install() -> contextlib.AbstractContextManager[None]:
         else tensor_of(data, *args, **given)
     )
     torch.autocast = lambda kind, *args, **given: autocast("cpu", *args, **given)  # type: ignore[assignment,misc]
+
+    begin, parallel = torch.distributed.init_process_group, DistributedDataParallel.__init__
+    torch.distributed.init_process_group = lambda backend, **given: begin("gloo", **given)
+    DistributedDataParallel.__init__ = functools.wraps(parallel)(
+        lambda *args, **given: parallel(*args, **{**given, "gradient_as_bucket_view": False})
+    )
+    torch.accelerator.current_accelerator = lambda *_, **__: None  # of a torch for CUDA
 
     def in_thread(thread: threading.Thread) -> None:
         with _entered():
