@@ -1,14 +1,19 @@
 """The tools between folders of pictures, record sets and pair files, as a user calls them."""
 
 import csv
+import errno
+import os
+import re
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from faulty_disk import Disk, faulty
 from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
+from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import read_landmarks
 from eval.pair_sets.bin_file import read_bin
 from scripts.data import align as align_faces
@@ -52,6 +57,36 @@ def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path):
     people = folder_of_people(tmp_path / "people", [3, 1, 2])
     _runs(folder_to_rec, people, tmp_path / "set", "--min-images", 2)
     assert RecordDataset(tmp_path / "set").labels().tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = folder_of_people(tmp_path / "people", [2, 2])
+    left = 0
+
+    def full(name: str) -> None:
+        nonlocal left
+        is_full = name in ("write", "fsync") and left == 0
+        left -= name in ("write", "fsync")
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for number in range(4 * 3 + 2 * 2 + 2 + 2):  # parts and lines of images, identities and the header, and two files flushed
+        left = number
+        with faulty(Disk(before=full)):
+            said = _fails(capsys, folder_to_rec, people, tmp_path / "set")
+        assert re.fullmatch(r"error: .*/set/train\.(rec|idx|lst): No space left on device", said), said
+        assert not list((tmp_path / "set").iterdir())
+
+
+def test_of_two_that_write_one_set_the_first_fails_and_none_is_torn(tmp_path: Path):
+    first, second = RecordSetWriter(tmp_path), RecordSetWriter(tmp_path)
+    for writer, image in ((first, b"first"), (second, b"second")):
+        writer.add(0, image)
+    with pytest.raises(OSError, match="another program is writing it"):
+        first.close()
+    assert not (tmp_path / "train.rec").exists()
+    second.close()
+    assert bytes(RecordDataset(tmp_path).sample(0)[0]) == b"second"
 
 
 def test_a_shuffled_set_holds_the_same_in_another_order(tmp_path: Path):

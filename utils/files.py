@@ -366,17 +366,19 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
 
 
 @contextlib.contextmanager
-def new_file(path: Path, durable: bool = True) -> Iterator[NewFile]:
+def new_file(path: Path, durable: bool = True, hidden: bool = True) -> Iterator[NewFile]:
     """Give a file to write to; it appears at `path` when the block ends, and not if the block raises.
 
     Args:
         durable: flush it to the disk first. Of very many files a loss of power may cost the last ones, which are made again.
+        hidden: until then; what a killed program leaves of a large file should be seen.
 
     Raises:
         OSError: it cannot be written; the error names `path`.
     """
     # short, because `path` may have as long a name as the file system allows; the same in the next run, which overwrites it
-    unfinished = path.with_name(f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}.unfinished")
+    name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}" if hidden else path.name
+    unfinished = path.with_name(f"{name}.unfinished")
     own = -1
     try:
         unfinished.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ equal byte for byte. mxnet's reader hides damage (a cut file, a wrong index); th
 Shapes: n = records.
 """
 
+import contextlib
 import mmap
 import os
 import struct
@@ -22,7 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from utils.files import check_file, reading
+from utils.files import check_file, new_file, reading
 
 MAGIC = b"\x0a\x23\xd7\xce"
 MAX_LENGTH = (1 << 29) - 1  # bytes in a record
@@ -187,14 +188,17 @@ class RecordFile:
 class RecordWriter:
     """Writes a record file, and if named its index. They get their final names when `close` has flushed all bytes to the disk.
 
-    As a context manager it calls `close`, or `discard` after an exception.
+    As a context manager it calls `close`, or deletes what is unfinished after an exception.
+
+    Raises:
+        OSError: from any method; nothing is left of the files, or another program writes them now.
     """
 
     def __init__(self, *paths: str | os.PathLike[str]) -> None:
         self._paths = list(map(Path, paths))
-        for path in self._paths:
-            _unfinished(path).unlink(missing_ok=True)  # of a killed program, or a link of somebody else
-        self._files = [open(_unfinished(path), "xb") for path in self._paths]  # noqa: SIM115 - closed by close or discard
+        with contextlib.ExitStack() as stack:
+            self._files = [stack.enter_context(new_file(path, hidden=False)) for path in self._paths]
+            self._unfinished = stack.pop_all()
         self._offset = 0
 
     def write(self, key: int, record: bytes) -> None:
@@ -222,18 +226,9 @@ class RecordWriter:
 
     def close(self) -> None:
         """Finish the files: flush them to the disk, then give them their final names."""
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        for path in self._paths:
-            os.replace(_unfinished(path), path)
-
-    def discard(self) -> None:
-        """Delete the unfinished files."""
-        for file, path in zip(self._files, self._paths, strict=True):
-            file.close()
-            _unfinished(path).unlink(missing_ok=True)
+        with self._unfinished:
+            for file in self._files:
+                os.fsync(file.fileno())
 
     def __enter__(self: Writer) -> Writer:
         return self
@@ -242,8 +237,4 @@ class RecordWriter:
         if kind is None:
             self.close()
         else:
-            self.discard()
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".unfinished")
+            self._unfinished.__exit__(kind, error, trace)

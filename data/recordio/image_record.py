@@ -270,19 +270,18 @@ class RecordSetWriter(RecordWriter):
 
     def close(self) -> None:
         """Write the identity records and the header, flush everything to the disk, and give the files their final names."""
-        if not self.num_images:
-            self.discard()
-            raise ValueError(f"{self.folder}: no image was written")
-        if self.header:
-            first = self.num_images + 1
-            begins = [1, *self._ends]
-            for label, end in enumerate(self._ends):
-                self.write(first + label, pack([float(begins[label]), float(end)], first + label, 0, b""))
-            self.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
-        for name in ("property", "train.lst"):
-            (self.folder / name).unlink(missing_ok=True)  # of the replaced set
-        is_listed = self._files[2].tell() > 0
-        super().close()
-        if not is_listed:
+        with self._unfinished:
+            if not self.num_images:
+                raise ValueError(f"{self.folder}: no image was written")
+            if self.header:
+                first = self.num_images + 1
+                begins = [1, *self._ends]
+                for label, end in enumerate(self._ends):
+                    self.write(first + label, pack([float(begins[label]), float(end)], first + label, 0, b""))
+                self.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
+            for name in ("property", "train.lst"):
+                (self.folder / name).unlink(missing_ok=True)  # of the replaced set
+            super().close()
+        if not self._files[2].size:
             (self.folder / "train.lst").unlink()
         write_file(self.folder / "property", f"{self.num_classes},{self.size},{self.size}")
