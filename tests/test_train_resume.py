@@ -4,6 +4,7 @@ import json
 import multiprocessing as mp
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from tiny_runs import (
     command_of,
     ended_well,
     equal_weights,
+    error_of,
     one_line,
     read_metrics,
     run_file,
@@ -394,6 +396,33 @@ def test_a_checkpoint_that_lost_its_manifest_is_put_aside(dataset: Path, tmp_pat
     assert "has no manifest.json" in capsys.readouterr().out
     assert _whole_steps(tmp_path / "tiny") == [4, 6]
     assert len(list(newest.parent.glob("damaged_step_00000006_*"))) == 1 and (newest.parent / "step_mine____").is_dir()
+    for path in list_checkpoints(tmp_path / "tiny"):
+        (path / "manifest.json").unlink()
+    _refused_untouched(small_run(dataset, tmp_path, *overrides), "every checkpoint of .* is damaged", capsys)
+
+
+def test_checkpoints_that_cannot_be_listed_are_no_new_run(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    arguments, whole = small_run(dataset, tmp_path, "eval.targets=[]", "train.max_steps=2"), os.listdir
+    assert train.main(arguments) == 0
+
+    def refuse(path: Path) -> list[str]:
+        if Path(path).name == "checkpoints":
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    _refused_untouched(arguments, r"tiny/checkpoints: Permission denied", capsys)
+
+
+def _refused_untouched(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Start a run that must end in one line with these words, and leave the files of the run as they are."""
+    run = Path(arguments[0]).parent / "tiny"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name not in (".lock", ".holder")}
+    capsys.readouterr()
+    assert re.search(words, error_of(train.main(arguments), capsys))
+    assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
 def test_a_disk_that_is_full_for_a_while_costs_a_warning(

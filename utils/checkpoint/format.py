@@ -51,7 +51,11 @@ def list_without_manifest(run_folder: Path) -> list[Path]:
 
 
 def _step_folders(run_folder: Path) -> list[Path]:
-    return sorted((run_folder / "checkpoints").glob(f"step_{'[0-9]' * 8}"))
+    try:
+        names = os.listdir(run_folder / "checkpoints")  # glob takes a folder that cannot be read for an empty one
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [run_folder / "checkpoints" / name for name in sorted(names) if re.fullmatch(r"step_\d{8}", name, re.ASCII)]
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -142,8 +142,11 @@ def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], 
     if any(_began_with(path, resume) for path in found):  # the same command again, after its run was stopped
         resume = "auto"
     if resume == "auto":
-        for path in ckpt.list_without_manifest(folder):  # otherwise every save at this step would fail: the name is taken
-            warnings.append(f"checkpoint {path.name} has no manifest.json any more")
+        torn = ckpt.list_without_manifest(folder)
+        warnings += [f"checkpoint {path.name} has no manifest.json any more" for path in torn]
+        if torn and not found:
+            raise _all_are_damaged(folder, warnings)
+        for path in torn:  # otherwise every save at this step would fail: the name is taken
             _put_aside(path, warnings, look)
     if resume == "never" and found:
         raise ValueError(
@@ -190,10 +193,12 @@ def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature:
             _put_aside(bad, warnings, look)
         warnings.append(f"resuming from {path.name}, an older one: the steps after it are trained again")
         return path
-    raise ValueError(
-        f"every checkpoint of {folder} is damaged: {'; '.join(warnings)}. Restore one from a copy, or start a new run with "
-        "another run.name"
-    )
+    raise _all_are_damaged(folder, warnings)
+
+
+def _all_are_damaged(folder: Path, warnings: list[str]) -> ValueError:
+    advice = "Restore one from a copy, or start a new run with another run.name"
+    return ValueError(f"every checkpoint of {folder} is damaged: {'; '.join(warnings)}. {advice}")
 
 
 def _began_with(checkpoint: Path, resume: str) -> bool:
