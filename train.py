@@ -65,7 +65,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     ):
         introduce(config, setup, model, counts, start_step, log)
         if start_step >= total_steps:
-            log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
+            key = "max_steps" if config.train.max_steps else "epochs"
+            log.info(f"training is complete already; nothing to do. Raise train.{key}, or choose another run.name")
             return
         evaluator = build_evaluator(config, setup, model, log)
         if config.eval.at_start and start_step == 0:
@@ -120,6 +121,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             if saves or new_best:
                 save(done, score, setup, model, writer, watch, last=stopping or done == total_steps)
             if stopping:
+                if evaluates:
+                    log.info(f"the evaluation after step {done} is left out")
                 raise stopped(stop, saving.resume, done, total_steps)
             meter.speed.pause(time.perf_counter() - pause)
             watch.at(done, steps.doing)

@@ -154,7 +154,7 @@ def check_rules(tree: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {get(name)!r}.{hint}")
     for name, (low, high) in RANGES.items():
         if get(name) < low or get(name) > high:
-            rule = f"at least {low}" if get(name) < low and high >= 2**31 else f"from {low} to {high:g}"
+            rule = f"at least {low}" if get(name) < low and high >= 2**31 else f"from {low} to {high:.15g}"
             raise ValueError(f"{name} must be {rule}, got {get(name)}")
     for name in POSITIVE:
         if get(name) <= 0:

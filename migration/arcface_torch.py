@@ -229,6 +229,8 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
         notes.append("backbone.freeze and optimizer.rules have no counterpart there: all modules train at the same rate")
     if config.get("backbone", {}).get("trained_scale"):
         notes.append("backbone.trained_scale has no counterpart there: the last scale stays as it is")
+    if era == "checkpoint_gpu" and config.get("optimizer", {}).get("name") == "lamb":
+        notes.append("optimizer.name=lamb has no counterpart there: its moments go on as AdamW's, which needs another rate")
     initial_lr = config.get("optimizer", {}).get("lr")
     if initial_lr is not None and (type(initial_lr) not in (int, float) or not 0 <= initial_lr < 1e30):
         raise ValueError(f"checkpoint {checkpoint}: optimizer.lr of its configuration must be a rate, got {initial_lr!r:.80}")

@@ -32,6 +32,7 @@ from torch import Tensor
 from partial_fc.centres.shard import shard_range
 from partial_fc.init import has_head, open_centres
 from utils.checkpoint import format as ckpt
+from utils.checkpoint import tensor_file
 from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
 from utils.checkpoint.tensor_file import DTYPES, NETWORK, Planned, flush, tensor_places, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
@@ -194,7 +195,7 @@ def merge_centres(options: argparse.Namespace) -> None:
     if options.out.suffix == ".safetensors":
         _save(options.out, lambda path: write_planned(path, {"weight": Planned(torch.float32, shape, rows)}))
     else:
-        _save(options.out, lambda path: torch.save(torch.cat(list(rows())), path))
+        _save(options.out, lambda path: tensor_file.write_object(path, torch.cat(list(rows()))))
     words = f"{shape[0]} class centres of {shape[-1]} numbers, unit rows, row k for label k"
     print(f"{options.out}: {words}{f'; {shape[1]} sub-centers in each' if several else ''}")
 
@@ -221,7 +222,7 @@ def average_backbones(options: argparse.Namespace) -> None:
     said = {"backbone": config.get("backbone"), "image_size": config.get("data", {}).get("image_size", IMAGE_SIZE)}
     metadata = {NETWORK: json.dumps(said)} if said["backbone"] else {}
     safe = options.out.suffix == ".safetensors"
-    _save(options.out, lambda path: write_tensors(path, means, metadata) if safe else torch.save(means, path))
+    _save(options.out, lambda path: write_tensors(path, means, metadata) if safe else tensor_file.write_object(path, means))
     if len(origins) > 1:
         words = "{} and {} are of unrelated trainings, so their mean may know less than each".format(*origins.values())
         print(f"warning: {words}; average checkpoints of one run, or of runs with one init.backbone", file=sys.stderr)
@@ -257,8 +258,12 @@ def _save(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.unlink(missing_ok=True)
-    write(unfinished)
-    unfinished.replace(path)
+    try:
+        write(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 if __name__ == "__main__":

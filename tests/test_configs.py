@@ -89,6 +89,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("", ["data.shuffle=sorted"], "data.shuffle must be one of full, block, got 'sorted'"),
         ("", ["data.block=0"], "data.block must be at least 1"),
         ("", ["data.window=0"], "data.window must be at least 1"),
+        ("", ["train.max_steps=100000000"], "train.max_steps must be from 0 to 99999999, got 100000000"),
         ("", ["loss.focal=-1"], "loss.focal must be from 0 to 10, got -1.0"),
         ("", ["loss.focal=11"], "loss.focal must be from 0 to 10, got 11.0"),
         ("", ["loss.label_smoothing=1.0"], "loss.label_smoothing must be from 0 to 0.999, got 1.0"),

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from faulty_disk import Disk, faulty
 from safetensors.torch import load_file
-from saving import save_now
+from saving import no_space, save_now
 from tiny_runs import FEW_IMAGES, error_of, write_dataset
 
 from backbones import build_backbone
@@ -88,7 +89,7 @@ def test_resharding_there_and_back_gives_the_same_bytes(run_folder: Path, tmp_pa
 
 
 @pytest.mark.numeric
-def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):
+def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for step, shift in ((3, 0.0), (4, 0.5), (8, 1.0)):
         _save(0, 1, str(tmp_path / "run"), step, shift)
     paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -100,6 +101,10 @@ def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):
         else:
             assert torch.equal(found[name], read_backbone(paths[2])[name])
     _network().load_state_dict(found)
+    with faulty(Disk(before=lambda name: no_space() if name == "write" else None)):
+        said = error_of(checkpoint.main(["average", *map(str, paths), "--out", str(tmp_path / "full.pt")]), capsys)
+    assert "full.pt.unfinished: No space left on device" in said
+    assert not list(tmp_path.glob("full*"))
 
 
 def test_a_mean_says_its_network_and_unrelated_trainings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

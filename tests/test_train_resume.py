@@ -128,13 +128,15 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
     dataset: Path, tmp_path: Path, num_processes: int
 ):
     """SIGTERM, or SIGUSR1 to one of three processes: all save at the same step, long before the next checkpoint is due."""
-    overrides = ["head.sample_rate=0.5", "train.max_steps=12", "train.batch_size=12", "eval.targets=[]", "checkpoint.every=0"]
+    overrides = ["head.sample_rate=0.5", "train.max_steps=12", "train.batch_size=12", "eval.every=6", "checkpoint.every=0"]
+    overrides += ["eval.at_end=false", "checkpoint.keep_best=0"]
     ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     done = run_program(_told_to_stop_in_step_5, [stopped] * num_processes)
     (saved,) = [step_of(path) for path in list_checkpoints(tmp_path / "stopped")]
     assert saved in ((6,) if num_processes == 1 else (6, 7)) and done.returncode == 75, done.stderr
     assert f"saved after step {saved} of 12" in done.stderr
+    assert ("the evaluation after step 6 is left out" in done.stdout) == (saved == 6)
     ended_well(run_train(num_processes, stopped))
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
 

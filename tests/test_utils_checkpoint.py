@@ -195,6 +195,9 @@ def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path):
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(ValueError, match="cannot be read"):
         read_tensors(tmp_path / "text.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(ValueError, match="Is a directory"):
+        read_tensors(tmp_path / "folder.safetensors")
 
 
 def test_checkpoints_with_the_hash_of_earlier_versions_verify(tmp_path: Path):

@@ -61,8 +61,9 @@ def _operations_of_a_save(run: Path) -> int:
     save_now(run, step=1, **_state(1))
     save_now(run, step=2, **_state(2))
     shutil.copytree(run, run.parent / "before")
+    writer = _writer(run, background=False)
     with faulty(Disk()) as disk:  # the third save also prunes the first
-        _writer(run, background=False).save(3, **as_files(**_state(3)), last=True)
+        writer.save(3, **as_files(**_state(3)), last=True)
     assert {"open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink"} <= set(disk.done)
     return len(disk.done)
 
@@ -153,6 +154,17 @@ def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path):
         for step in (1, 2, 3):
             writer.save(step, **as_files(**_state(step)))
     assert _check_whole(tmp_path) == [1, 2, 3]
+
+
+def test_the_folder_of_a_run_that_was_moved_away_is_not_made_anew(tmp_path: Path):
+    run, warnings = tmp_path / "run", []
+    save_now(run, step=1, **_state(1))
+    writer = _writer(run, max_failed=1, warn=warnings.append)
+    run.rename(tmp_path / "moved")
+    writer.save(2, **as_files(**_state(2)))
+    writer.finish()
+    assert "step_00000002 could not be saved (rank 0: " in warnings[0] and not run.exists()
+    assert _check_whole(tmp_path / "moved") == [1]
 
 
 def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -199,6 +199,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds only a flat dict of tensors."""
     try:
         if path.suffix == ".safetensors":
+            path.open("rb").close()  # of a file that may not be read, safetensors says that it is not there
             with safe_open(path, framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         state = load_plain(path)

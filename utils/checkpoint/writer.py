@@ -11,6 +11,7 @@ for one of 38.
 """
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -185,6 +186,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         warn: Callable[[str], object] = print,
     ) -> None:
         self.run_folder, self.world, self.keep = run_folder, world, keep
+        run_folder.mkdir(parents=True, exist_ok=True)
         self.background, self.max_failed, self.warn = background, max_failed, warn
         self.failed = 0  # saves in a row
         self._allowed = max_failed
@@ -246,6 +248,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             torch.cuda.synchronize(world.device)
 
         def write_parts() -> dict[str, Any]:
+            if not self.run_folder.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "the run's folder was removed or renamed", str(self.run_folder))
             partial.mkdir(parents=True, exist_ok=True)
             written: dict[str, Any] = {}
             for name, state in states.items():
