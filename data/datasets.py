@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from utils.distributed.agreement import digest
-from utils.files import MAX_TEXT, find_files, read_bytes, reading, shown
+from utils.files import MAX_TEXT, Found, find_files, read_bytes, reading, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
 from utils.randomness import derive
 from utils.text import prefix_errors
@@ -25,6 +25,7 @@ from .record_dataset import RecordDataset
 from .tar_dataset import TarDataset
 from .tolerant import TolerantDataset
 
+_UNREAD = (".heic", ".heif", ".avif", ".tif", ".tiff", ".gif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw")  # of cameras
 _CHUNK = 1 << 16  # paths or file names hashed at once
 
 
@@ -120,7 +121,7 @@ class FolderDataset(FaceDataset):
         if not self._files:
             raise ValueError(no_image_below(self.root))
         empty = [shown(name) for name, files in people.items() if not files]
-        self.warnings = tuple(passed_over(self.root, found.passed))
+        self.warnings = tuple(passed_over(self.root, found))
         if empty:
             self.warnings += (
                 f"{self.root}: {len(empty)} of {len(people)} sub-folders hold no image and are not counted as identities: "
@@ -148,11 +149,14 @@ class FolderDataset(FaceDataset):
         return _read(self.root / self._files[index]), self.label(index)
 
 
-def passed_over(folder: Path, passed: Sequence[str]) -> list[str]:
-    """Return a warning about the folders that `find_files` did not enter, if there are any."""
-    if not passed:
-        return []
-    return [f"{shown(folder)}: {len(passed)} folder(s) below it were not entered: {_first(passed, '; ')}"]
+def passed_over(folder: Path, found: Found) -> list[str]:
+    """Return warnings about folders that `find_files` did not enter, and pictures that are not read, if there are any."""
+    passed, lines = found.passed, []
+    if passed:
+        lines = [f"{shown(folder)}: {len(passed)} folder(s) below it were not entered: {_first(passed, '; ')}"]
+    if unread := [f"{found.others[ending]} {ending}" for ending in _UNREAD if ending in found.others]:
+        lines.append(f"{shown(folder)}: pictures that cannot be read were passed over: {', '.join(unread)}; convert them first")
+    return lines
 
 
 def _first(names: Sequence[str], between: str = ", ") -> str:

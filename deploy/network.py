@@ -81,7 +81,8 @@ class FaceNetwork:
             OSError: a file cannot be read.
         """
         if isinstance(pictures, str | bytes | os.PathLike):
-            raise ValueError(f"pictures must be a list, got one: [{shown(pictures)!r}]")
+            one = "..." if isinstance(pictures, bytes) else repr(shown(pictures))
+            raise ValueError(f"pictures must be a list, got one: [{one}]")
         pictures = list(pictures)
         crops = [self._crop(picture, number) for number, picture in enumerate(pictures)]
         size = self.image_size

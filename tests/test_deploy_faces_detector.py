@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,7 @@ def test_what_is_no_file_is_an_error_with_words(tmp_path: Path, what: str):
         _open(tmp_path if what == "folder" else tmp_path / "missing.onnx")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="onnxruntime 1.23, the last for Python 3.10, is ended by it")
 def test_a_convolution_that_moves_by_nothing_is_refused(tmp_path: Path):
     """Who divides by it is ended by the processor."""
     path = write_detector(tmp_path / "x.onnx", "yunet", (64, 96))

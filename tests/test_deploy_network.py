@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
@@ -68,6 +69,11 @@ def test_embeddings_are_those_of_face_embed_from_files_bytes_and_arrays(tmp_path
     assert np.abs(other.embed(pixels) - expected).max() > 1e-3  # a 0 is not left out
     assert network.verify(paths[0], pixels[1]) == pytest.approx(float(expected[0] @ expected[1]), abs=1e-6)
     assert network.embed([]).shape == (0, network.embedding_size)
+    with ThreadPoolExecutor(4) as pool:
+        several = np.concatenate(list(pool.map(lambda path: network.embed([path]), paths * 8)))
+    assert np.allclose(several, np.tile(expected, (8, 1)), atol=1e-6)
+    with pytest.raises(ValueError, match=r"pictures must be a list, got one: \[\.\.\.\]"):
+        network.embed(paths[0].read_bytes())  # type: ignore[arg-type]
 
 
 def test_a_photograph_is_aligned_by_the_detector_and_the_gallery_of_another_network_is_refused(

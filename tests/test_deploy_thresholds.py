@@ -115,7 +115,7 @@ def test_a_run_that_went_on_after_its_results_has_no_threshold(results: Path, tm
     shutil.copy(results, run / "results.json")
     for step, ends in ((20, True), (25, False)):
         config = {"train": {"max_steps": 20 if ends else 40}}
-        manifest = {"format": FORMAT, "step": step, "files": {}, "config": config, "run_signature": {}}
+        manifest = {"format": FORMAT, "step": step, "files": {}, "config": config, "run_signature": {}, "score": 0.9}
         checkpoint = run / "checkpoints" / f"step_{step:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -124,6 +124,9 @@ def test_a_run_that_went_on_after_its_results_has_no_threshold(results: Path, tm
         else:
             with pytest.raises(ValueError, match=r"its newest checkpoint is of step 25 of 40; name others with --results"):
                 threshold_of(_options("--far", "1e-2", run=run))
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "config": {"train": {"max_steps": 25}}, "score": None}))
+    with pytest.raises(ValueError, match=r"is of an earlier checkpoint: the newest was saved without a score"):
+        threshold_of(_options("--far", "1e-2", run=run))
 
 
 def test_the_threshold_of_the_moving_average_is_its_own(results: Path, tmp_path: Path):

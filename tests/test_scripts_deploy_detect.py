@@ -180,7 +180,13 @@ def test_a_journal_that_was_tampered_with_writes_and_removes_nothing_outside(
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(["--size", "96"], "size"), (["--which", "all"], "which"), (["--min-score", "0.4"], "min score"), ([], "detector")],
+    [
+        (["--size", "96"], "size"),
+        (["--which", "all"], "which"),
+        (["--min-score", "0.4"], "min score"),
+        ([], "detector"),
+        (["--threads", "2"], "folder"),
+    ],
 )
 def test_crops_of_other_settings_are_not_mixed(
     folder: Path, detector: Path, tmp_path: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]
@@ -189,7 +195,8 @@ def test_crops_of_other_settings_are_not_mixed(
     assert _run(folder, out, "--detector", detector) == 0
     write_detector(other, "scrfd", best=0.9)
     capsys.readouterr()
-    arguments = (folder, out, "--detector", detector if words else other, *words)
+    there = shutil.copytree(folder, tmp_path / "there") if what == "folder" else folder
+    arguments = (there, out, "--detector", detector if words else other, *words)
     assert _run(*arguments) == 1
     assert f"were made with another {what}; go on with that one, choose another --out, or add --again" in one_line(capsys)
     assert _run(*arguments, "--again") == 0
@@ -224,13 +231,16 @@ def test_again_leaves_no_crop_of_before_and_removes_nothing_else(folder: Path, d
     assert (tmp_path / "victim_1.jpg").read_text() == "mine"
 
 
-def test_the_crop_of_a_deleted_photograph_stays_until_again(folder: Path, detector: Path, tmp_path: Path):
+def test_the_crop_of_a_deleted_photograph_stays_until_again(
+    folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = tmp_path / "out"
     assert _run(folder, out, "--detector", detector) == 0
     (folder / "anna" / "one.png").unlink()
     for more, stays in (([], True), (["--again"], False)):
         assert _run(folder, out, "--detector", detector, *more) == 0
         assert ("anna/one.jpg" in _crops(out)) == stays
+        assert ("warning: 1 pictures of before are gone, such as anna/one.png" in capsys.readouterr().out) == stays
         assert "anna/one.png" not in read_landmarks(out / "landmarks.csv")
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +158,7 @@ class Found(NamedTuple):
     folders: list[str]  # names of the sub-folders, sorted; hidden ones are left out
     files: list[str]  # relative to the folder, sorted, each below one of `folders`, or at the top if requested
     passed: list[str]  # folders that were not entered, with the reason
+    others: Counter[str]  # of the other files, by ending in small letters
 
     def by_folder(self) -> dict[str, list[str]]:
         """Return for each of `folders` the files below it, as in `files`; for "" those at the top, if there are any."""
@@ -184,7 +186,7 @@ def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: b
     search.enter("")
     search.follow_links()
     folders = {path for path in search.entered if path and os.sep not in path} | search.unreadable
-    return Found(sorted(folders), sorted(search.files), search.passed)
+    return Found(sorted(folders), sorted(search.files), search.passed, search.others)
 
 
 class _Search:
@@ -194,6 +196,7 @@ class _Search:
         self.root, self.suffixes, self.top = root, suffixes, top
         self.files: list[str] = []
         self.passed: list[str] = []
+        self.others: Counter[str] = Counter()
         self.entered: list[str] = []
         self.unreadable: set[str] = set()  # at the top
         self.links: list[str] = []  # to folders, not yet followed
@@ -224,8 +227,11 @@ class _Search:
                 if entry.is_dir():
                     if inside or entry.name[0] != ".":
                         (self.links if entry.is_symlink() else waiting).append(os.path.join(inside, entry.name))
-                elif (inside or self.top) and entry.name.lower().endswith(self.suffixes):
-                    self.files.append(os.path.join(inside, entry.name))
+                elif inside or self.top:
+                    if entry.name.lower().endswith(self.suffixes):
+                        self.files.append(os.path.join(inside, entry.name))
+                    else:
+                        self.others[os.path.splitext(entry.name)[1].lower()] += 1
 
     def follow_links(self) -> None:
         """Enter the folders that links lead to, unless they were searched before or contain the root."""

@@ -49,7 +49,9 @@ class Embedder:
         self.public_title = network._replace(name=Path(network.run or network.name).absolute().name).title
         self.digest, self.device = network.identity, device
         model = RatedNetwork(network.model) if rated else network.model
-        self._model, self._rated = model.to(device, memory_format=torch.channels_last), rated  # type: ignore[call-overload]
+        # in eval mode for good: of two threads that embed, one would put it back while the other computes
+        self._model = model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+        self._rated = rated
         self._world, self._autocast = World(0, 1, 0, 1, device), autocast
         self._batch, self.step = _CPU_BATCH, min(batch_size, _CPU_STEP)
         if device.type == "cuda":

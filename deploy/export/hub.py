@@ -53,7 +53,8 @@ import cv2
 import numpy as np
 import onnxruntime
 
-if len(sys.argv) != 2 or (bgr := cv2.imread(sys.argv[1])) is None or bgr.shape != (SIZE, SIZE, 3):
+as_stored = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+if len(sys.argv) != 2 or (bgr := cv2.imread(sys.argv[1], as_stored)) is None or bgr.shape != (SIZE, SIZE, 3):
     raise SystemExit(__doc__)
 session = onnxruntime.InferenceSession(Path(__file__).with_name("{ONNX}"), providers=["CPUExecutionProvider"])
 rgb = bgr[:, :, ::-1]

@@ -5,7 +5,7 @@ import contextlib
 import errno
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,18 +75,16 @@ class Detections:
                 "overwritten; name a new or empty one"
             )
         if again:
-            self._remove_crops(journal.facts)
-            self.done = {}
+            self.remove(list(self.done), str(journal.facts.get("which")) if isinstance(journal.facts, dict) else "")
         journal.begin(facts, again, str(out), "its crops were made with")
 
-    def _remove_crops(self, facts: Any) -> None:
-        """Remove the crops that are listed, so that none of other settings is left; names that lead elsewhere are skipped."""
-        which = str(facts.get("which")) if isinstance(facts, dict) else ""
+    def remove(self, names: Iterable[str], which: str) -> None:
+        """Forget pictures, and remove their crops, so that none of others is left; names that lead elsewhere are skipped."""
         root = self._out.resolve()
-        for done in self.done.values():
-            for number in range(len(done.faces)):
+        for name in names:
+            for number in range(len(self.done.pop(name).faces)):
                 with contextlib.suppress(OSError, ValueError):  # no name of a file
-                    crop = self._out / crop_name(done.name, which, number)
+                    crop = self._out / crop_name(name, which, number)
                     if crop.parent.resolve().is_relative_to(root):
                         crop.unlink()
 
@@ -96,12 +94,6 @@ class Detections:
         if done is None or done.stamp != stamp_of(folder / name) or done.reason.startswith(UNREADABLE):
             return False
         return all(_has_bytes(self._out / crop_name(name, which, number)) for number in range(len(done.faces)))
-
-    def forget(self, name: str, which: str) -> None:
-        """Remove the crops of a picture that is to be done again, as it may have fewer faces now."""
-        if name in self.done:
-            for number in range(len(self.done.pop(name).faces)):
-                (self._out / crop_name(name, which, number)).unlink(missing_ok=True)
 
     def add(self, done: Done) -> None:
         """Record a picture."""
@@ -246,7 +238,8 @@ def _facts(options: argparse.Namespace) -> dict[str, object]:
     """Return what the crops depend on, beside the pictures."""
     settings = ["min_score", "min_size", "overlap", "longest_side", "which", "size", "quality"]
     settings += ["max_padding"] if options.max_padding < 1 else []
-    return {"detector": onnx_hash(options.detector), **{name: getattr(options, name) for name in settings}}
+    given = {name: getattr(options, name) for name in settings}
+    return {"folder": os.path.realpath(options.folder), "detector": onnx_hash(options.detector), **given}
 
 
 def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector, journal: Detections) -> int:
@@ -276,8 +269,9 @@ def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector,
         return Done(name, before, tuple(faces), "")
 
     missing = [name for name in names if not journal.is_done(options.folder, name, options.which)]
-    for name in missing:
-        journal.forget(name, options.which)
+    if gone := sorted(journal.done.keys() - set(names)):
+        print(f"warning: {len(gone)} pictures of before are gone, such as {shown(gone[0])}; their crops stay until --again")
+    journal.remove(journal.done.keys() & set(missing), options.which)  # a picture may have fewer faces now
     for done in progress(map_in_order(work, missing, options.threads), len(missing), "detecting", "picture"):
         journal.add(done)
     return len(missing)

@@ -76,7 +76,7 @@ def list_pictures(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     found = find_files(folder, IMAGE_SUFFIXES, top=True)
-    for line in passed_over(folder, found.passed):
+    for line in passed_over(folder, found):
         print(f"warning: {one_line(line)}", file=sys.stderr)
     if not found.files:
         raise ValueError(no_image_below(folder))
@@ -91,7 +91,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
     found = find_files(folder, IMAGE_SUFFIXES)
-    for line in passed_over(folder, found.passed):
+    for line in passed_over(folder, found):
         print(f"warning: {one_line(line)}", file=sys.stderr)
     if not found.folders:
         raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")

@@ -69,6 +69,8 @@ class Searcher:
     def __init__(
         self, entries: Entries, read: Callable[[np.ndarray], np.ndarray], by: str = "image", weights: str = "norm"
     ) -> None:
+        if by not in ("image", "template") or weights not in ("norm", "equal"):
+            raise ValueError(f"by must be image or template, and weights norm or equal, got {by!r} and {weights!r}")
         self.people, self.owner, self.numbers, self.by = entries.people, entries.owner, entries.numbers, by
         self._read = read
         if by == "template":

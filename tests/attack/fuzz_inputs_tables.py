@@ -53,7 +53,7 @@ def _table(name: str) -> Maker:
                 row = pick(rng, rows)
                 row[int(rng.integers(len(row)))] = str(pick(rng, _ODD))
             text = io.StringIO(newline="")
-            csv.writer(text).writerows(rows)
+            csv.writer(text, escapechar="\\").writerows(rows)  # Python 3.10 writes no NUL without it
             changed = text.getvalue().encode("utf-8", "surrogatepass")
         else:
             changed = damage(data, [entry for entry in sound.values() if isinstance(entry, bytes)], rng)
