@@ -6,6 +6,7 @@ columns of both pictures; the picture is ATT/ID/NAME (source: visionjo/facerec-b
 """
 
 import posixpath
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -140,6 +141,7 @@ def _row(row_of: dict[str, int], name: str, group: str) -> int | None:
 
 
 def _by_tens(texts: list[str]) -> list[str]:
+    texts = [re.sub(r"(?<=[0-9])\.0+$", "", text) for text in texts]  # a table with gaps has them as 24.0
     values = {text for text in texts if text and text.upper() != "NA"}
     if len(values) <= _MOST_NUMBERS or not all(text.isdecimal() for text in values):
         return texts

@@ -119,9 +119,10 @@ class FaceDataset(ABC):
             pixels = resize_square(pixels, len(out))
         if pixels.shape != out.shape:
             height, width = pixels.shape[:2]
+            other = f", or set data.image_size={height} if all have that" if height == width else ""
             raise ValueError(
                 f"{self.key(index)}: an image must be {out.shape[0]} x {out.shape[1]} pixels (height x width), "
-                f"got {height} x {width}. Align the faces to that size first"
+                f"got {height} x {width}. Align the faces to that size first{other}"
             )
         out[...] = pixels
         return label

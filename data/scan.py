@@ -18,7 +18,7 @@ import numpy as np
 
 from utils.cli import progress
 from utils.files import read_lines, write_csv
-from utils.image import decode_rgb
+from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import map_in_order
 from utils.text import one_line
 
@@ -175,6 +175,17 @@ class Scan:
     def good(self) -> np.ndarray:
         """(n,) bool: the image decodes."""
         return self.height > 0
+
+    @property
+    def size(self) -> int:
+        """The usual height of the square images in pixels; 112 if there is none."""
+        heights = self.height[self.good & (self.height == self.width)]
+        return int(np.bincount(heights).argmax()) if len(heights) else IMAGE_SIZE
+
+    @property
+    def odd(self) -> np.ndarray:
+        """(n,) bool: the image decodes, and is not as high and as wide as the others."""
+        return self.good & ((self.height != self.size) | (self.width != self.size))
 
     @property
     def faces(self) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from faulty_disk import Disk, faulty
 from pictures import folder_of_people, jpeg, picture
+from test_deploy_faces_crops import _jpeg as turned_jpeg
 
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
@@ -53,10 +54,15 @@ def test_pictures_of_the_right_size_go_in_byte_for_byte(tmp_path: Path, threads:
     assert lines == [f"1\t{name}\t{label}" for name, label in zip(files, dataset.labels(), strict=True)]
 
 
-def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path):
+def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     people = folder_of_people(tmp_path / "people", [3, 1, 2])
+    (people / "person_1" / "IMG_1.HEIC").write_bytes(b"x")
     _runs(folder_to_rec, people, tmp_path / "set", "--min-images", 2)
     assert RecordDataset(tmp_path / "set").labels().tolist() == [0, 0, 0, 1, 1]
+    assert "pictures that cannot be read were passed over: 1 .heic; convert them" in capsys.readouterr().err
+    (people / "some.lst").write_text("1\tperson_0/0.jpg\t0\n1\tperson_2/0.jpg\t2\n1\tperson_2/1.jpg\t2\n")
+    _runs(folder_to_rec, people / "some.lst", tmp_path / "some", "--min-images", 2)
+    assert RecordDataset(tmp_path / "some").labels().tolist() == [0, 0]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -112,6 +118,23 @@ def test_landmarks_align_and_other_sizes_need_a_decision(tmp_path: Path, capsys:
     assert not list((tmp_path / "set").iterdir())
     _runs(folder_to_rec, tmp_path / "people", tmp_path / "set", "--landmarks", tmp_path / "points.csv", "--quality", 100)
     assert bytes(RecordDataset(tmp_path / "set").sample(0)[0]) == jpeg(align(large, points, smooth=True), 100)
+    (people / "two.jpg").write_bytes(turned_jpeg(large, 6))
+    row = ",".join(map(str, points.ravel()))
+    (tmp_path / "points.csv").write_text(f"a/one,{row}\na/two,{row}\n")
+    aligns = (align_faces, tmp_path / "people", tmp_path / "points.csv", tmp_path / "crops")
+    writes = (folder_to_rec, tmp_path / "people", tmp_path / "set", "--landmarks", tmp_path / "points.csv")
+    for command in (aligns, writes):
+        _runs(*command, "--overwrite")
+        assert "1 pictures, such as a/two.jpg, were aligned as they are stored, and EXIF turns" in capsys.readouterr().out
+        _runs(*command, "--overwrite", "--upright")
+        assert "EXIF" not in capsys.readouterr().out
+    upright = align(decode_rgb(turned_jpeg(large, 6), upright=True), points, smooth=True)
+    assert bytes(RecordDataset(tmp_path / "set").sample(1)[0]) == jpeg(upright)
+    (people / "two.jpg").write_bytes(jpeg(picture(3, 300)[:200]))
+    assert "300 x 200 pixels, and to resize it would distort it" in _fails(
+        capsys, folder_to_rec, tmp_path / "people", tmp_path / "resized", "--resize"
+    )
+    (people / "two.jpg").unlink()
     _runs(folder_to_rec, tmp_path / "people", tmp_path / "resized", "--resize")
     assert decode_rgb(RecordDataset(tmp_path / "resized").sample(0)[0]).shape == (112, 112, 3)
 
@@ -168,6 +191,10 @@ def test_align_faces_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: py
     capsys.readouterr()
     _runs(align_faces, *arguments)
     assert "1 faces aligned" in capsys.readouterr().out
+    for more, new in ((["--size", "96"], 3), (["--size", "96"], 0), (["--size", "96", "--overwrite"], 3)):
+        _runs(align_faces, *arguments, *more)
+        assert f"{new} faces aligned to 96 x 96, {3 - new} were there" in capsys.readouterr().out
+    assert "must not be below" in _fails(capsys, align_faces, *arguments[:2], tmp_path / "in")
     (tmp_path / "in" / "a" / "3.jpg").write_bytes(jpeg(picture(3)))
     assert "a/3.jpg: has no landmarks" in _fails(capsys, align_faces, *arguments)
 
@@ -282,13 +309,17 @@ def test_a_folder_without_known_endings_says_which_it_has(tmp_path: Path, capsys
 # ---- rec_to_folder
 
 
-def test_a_set_becomes_files_and_the_files_the_same_set(tmp_path: Path):
+def test_a_set_becomes_files_and_the_files_the_same_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     people = folder_of_people(tmp_path / "people", [3, 2, 4])
     _runs(folder_to_rec, people, tmp_path / "set")
     _runs(rec_to_folder, tmp_path / "set", tmp_path / "files")
     _runs(rec_to_folder, tmp_path / "set", tmp_path / "some", "--classes", "1:3")
     assert len(list((tmp_path / "files").glob("*/*.jpg"))) == 9
     assert sorted(path.parent.name for path in (tmp_path / "some").glob("*/*")) == ["000001"] * 2 + ["000002"] * 4
+    _runs(rec_to_folder, tmp_path / "set", tmp_path / "files")
+    (kept := tmp_path / "files" / "000000" / "1.jpg").write_bytes(whole := bytes(len(first := kept.read_bytes())))
+    assert "1.jpg: is another picture than the set's" in _fails(capsys, rec_to_folder, tmp_path / "set", tmp_path / "files")
+    assert kept.read_bytes() == whole and kept.write_bytes(first)
     _runs(folder_to_rec, tmp_path / "files", tmp_path / "again")
     one, other = RecordDataset(tmp_path / "set"), RecordDataset(tmp_path / "again")
     assert one.labels().tolist() == other.labels().tolist()

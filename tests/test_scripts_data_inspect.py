@@ -170,6 +170,18 @@ def test_split_without_flags_suits_small_sets_and_says_when_it_cannot(tmp_path: 
     assert not (tmp_path / "more").exists()
 
 
+def test_a_set_of_another_size_is_whole_and_so_is_a_copy_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = folder_of_people(tmp_path / "people", [2, 2])
+    assert folder_to_rec.main([str(people), str(tmp_path / "set"), "--resize", "--size", "96"]) == 0
+    assert filter_data.main([str(tmp_path / "set"), str(tmp_path / "copy")]) == 0
+    assert (tmp_path / "copy" / "property").read_text() == "2,96,96"
+    assert verify_data.main([str(tmp_path / "copy")]) == 0
+    assert inspect_data.main([str(tmp_path / "copy"), "--out", str(tmp_path / "report")]) == 0
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["images_not_96_x_96"] == 0
+    with pytest.raises(ValueError, match=r"got 96 x 96\. Align the faces to that size first, or set data\.image_size=96"):
+        RecordDataset(tmp_path / "copy").decode_into(0, np.zeros((112, 112, 3), dtype=np.uint8))
+
+
 def test_verify_says_what_is_bad_and_ends_with_1(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
     assert verify_data.main([str(people)]) == 0
     (people / "person_1" / "2.jpg").write_bytes(b"\xff\xd8\xff\xe0 no more")
@@ -254,6 +266,10 @@ def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path):
     pairs = read_bin(tmp_path / "cut" / "held_out.bin")
     assert set(pairs.images) <= images[1] and pairs.same.sum() == 10
     assert split_data.main(arguments) == 1  # never over what is there
+    (tmp_path / "half" / "held_out").mkdir(parents=True)
+    (tmp_path / "half" / "held_out" / "train.rec").touch()
+    assert split_data.main([arguments[0], str(tmp_path / "half"), *arguments[2:]]) == 1
+    assert not (tmp_path / "half" / "train").exists()
     assert split_data.main([*arguments[:2], "--held-out", "24", "--overwrite"]) == 1
 
 

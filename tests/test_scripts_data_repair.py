@@ -197,6 +197,7 @@ def test_a_copy_has_all_that_is_sound_and_lists_the_rest(
         assert reason in row["reason"] and row["record"] == (key if with_index else "")
     assert verify_data.main([str(tmp_path / "copy")]) == 0
     assert _run(capsys, people, "--out", tmp_path / "copy")[0] == 1  # never over what is there
+    assert _run(capsys, people, "--out", tmp_path / "copy", "--overwrite")[0] == 0
     assert _run(capsys, people, "--out", people)[0] == 1
 
 

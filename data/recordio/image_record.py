@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from utils.files import write_file
-from utils.image import IMAGE_SIZE
+from utils.image import IMAGE_SIZE, image_size
 from utils.text import prefix_errors
 
 from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
@@ -210,7 +210,7 @@ class RecordSetWriter(RecordWriter):
     Args:
         header: True writes the header form: images at keys 1..N grouped by class, then an identity record for each class,
             then the header at key 0. False writes only images, at keys 0..N-1 in any order of classes (a shuffled set).
-        size: height and width of the images in pixels, for property.
+        size: height and width of the images in pixels, for property; 0 = as the first one has.
         overwrite: replace the set in the folder, if there is one.
         num_classes: the least number of classes in property; the last classes may have no image.
 
@@ -219,12 +219,7 @@ class RecordSetWriter(RecordWriter):
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        header: bool = True,
-        size: int = IMAGE_SIZE,
-        overwrite: bool = False,
-        num_classes: int = 0,
+        self, folder: str | os.PathLike[str], header: bool = True, size: int = 0, overwrite: bool = False, num_classes: int = 0
     ) -> None:
         self.folder, self.header, self.size = Path(folder), header, size
         self.num_images = 0
@@ -252,6 +247,7 @@ class RecordSetWriter(RecordWriter):
             raise ValueError(f"{self.folder}: images must be grouped by class, 0, 1, 2 ...; got label {label} after {previous}")
         if not len(image):
             raise ValueError(f"{self.folder}: no image may be empty, image {self.num_images} ({path or label}) has no bytes")
+        self.size = self.size or (image_size(image) or [IMAGE_SIZE])[0]
         key = self.num_images + self.header
         self.write(key, pack(float(label), key, 0, bytes(image)))
         self.num_images += 1

@@ -7,7 +7,7 @@ which ignore that orientation.
 import argparse
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
-from utils.files import find_files, read_bytes, read_lines
+from utils.files import find_files, read_bytes, read_lines, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size, resize_square
 from utils.text import one_line
 
@@ -42,6 +42,7 @@ class Rules(NamedTuple):
     quality: int  # of new JPEGs
     resize: bool  # resize unaligned pictures of another size to `size`; False: they are an error
     smooth: bool  # of utils.alignment.align
+    upright: bool = False  # turn pictures with landmarks as their EXIF orientation says
 
 
 class Encoded(NamedTuple):
@@ -49,6 +50,7 @@ class Encoded(NamedTuple):
 
     data: bytes
     padding: float = 0.0  # share of the aligned face that is outside the picture
+    turned: bool = False  # aligned as it is stored, and its EXIF orientation would turn it
 
 
 class Rejected(NamedTuple):
@@ -148,20 +150,37 @@ def encode(picture: Picture, rules: Rules) -> Encoded | Rejected:
     except OSError as error:
         return Rejected(picture.name, f"cannot be read: {error.strerror}")
     try:
-        pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
+        pixels = decode_rgb(data, MAX_PHOTO_PIXELS, rules.upright and picture.points is not None)
         if picture.points is None:
             if pixels.shape[:2] == (rules.size, rules.size):
                 return Encoded(data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality))
-            if not rules.resize:
-                height, width = pixels.shape[:2]
-                return Rejected(picture.name, f"is {width} x {height} pixels, not {rules.size} x {rules.size}")
+            height, width = pixels.shape[:2]
+            if not rules.resize or height != width:
+                why = "and to resize it would distort it" if rules.resize else f"not {rules.size} x {rules.size}"
+                return Rejected(picture.name, f"is {width} x {height} pixels, {why}")
             shrinks = min(pixels.shape[:2]) > rules.size
             how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
             return Encoded(to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality))
         padding = check_points(picture.points, *pixels.shape[:2])
-        return Encoded(to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality), padding)
+        turned = not rules.upright and is_turned(data, pixels)
+        return Encoded(to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality), padding, turned)
     except ValueError as error:
         return Rejected(picture.name, str(error))
+
+
+UPRIGHT = "turn pictures as their EXIF orientation says, if the landmarks are of upright ones. mxnet does not, nor do we"
+
+
+def is_turned(data: bytes, pixels: np.ndarray) -> bool:
+    """Return whether the EXIF orientation of a picture, which was ignored for its pixels (H, W, 3), would change them."""
+    return b"Exif" in data[: 1 << 16] and not np.array_equal(pixels, decode_rgb(data, MAX_PHOTO_PIXELS, upright=True))
+
+
+def report_turned(names: Sequence[str]) -> None:
+    """Print a warning about pictures that `is_turned` holds of."""
+    if names:
+        what = f"{len(names)} pictures, such as {shown(names[0])}, were aligned as they are stored"
+        print(f"warning: {what}, and EXIF turns them; if the landmarks are of upright pictures, begin anew with --upright")
 
 
 def to_jpeg(pixels: np.ndarray, quality: int) -> bytes:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
-from deploy.faces.pictures import list_pictures, to_jpeg
+from deploy.faces.pictures import UPRIGHT, is_turned, list_pictures, report_turned, to_jpeg
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import read_bytes, reading, write_file
@@ -35,16 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels; the header is optional")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
-    parser.add_argument(
-        "--upright",
-        action="store_true",
-        help="turn pictures as their EXIF orientation says, if the landmarks are of upright ones. mxnet does not, nor do we",
-    )
+    parser.add_argument("--upright", action="store_true", help=UPRIGHT)
     parser.add_argument(
         "--listed",
         action="store_true",
         help="only pictures whose path below FOLDER is in LANDMARKS; without it, others are an error",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT; it stays otherwise, of the same size")
     parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality")
@@ -54,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def align_all(options: argparse.Namespace) -> None:
     """Align every picture; a picture without landmarks, or one that cannot be aligned, is an error that names it."""
+    if options.out.resolve().is_relative_to(options.folder.resolve()):
+        raise ValueError(f"{options.out}: the crops must not be below {options.folder}, whose pictures are photographs")
     below = names = list_pictures(options.folder)
     known = read_landmarks(options.landmarks)
     if options.listed:
@@ -66,16 +65,20 @@ def align_all(options: argparse.Namespace) -> None:
     targets = _targets(options, names)
     jobs = list(zip(names, points_of(known, names), targets, strict=True))
 
+    turned: list[str] = []
+
     def work(job: tuple[str, np.ndarray, Path]) -> tuple[bool, float]:
         """Align a picture unless OUT has it already; return whether it is new, and the share of the face that is padding."""
         name, points, target = job
         with reading(options.folder / name), prefix_errors(str(options.folder / name)):
             data = read_bytes(options.folder / name)
-            if target.exists():
+            if target.exists() and not options.overwrite and image_size(read_bytes(target)) == (options.size, options.size):
                 size = decode_rgb(data, MAX_PHOTO_PIXELS, True).shape[:2] if options.upright else image_size(data)
                 return False, check_points(points, *size) if size else 0.0
             pixels = decode_rgb(data, MAX_PHOTO_PIXELS, options.upright)
             padding = check_points(points, *pixels.shape[:2])
+            if not options.upright and is_turned(data, pixels):
+                turned.append(name)
             face = align(pixels, points, options.size, not options.plain_warp)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, to_png(face) if options.png else to_jpeg(face, options.quality), durable=False)
@@ -83,6 +86,7 @@ def align_all(options: argparse.Namespace) -> None:
 
     done = list(progress(map_in_order(work, jobs, options.threads), len(jobs), "aligning", "picture"))
     written = sum(new for new, _ in done)
+    report_turned(sorted(turned))
     report_padding(options.out, {name: padding for name, (_, padding) in zip(names, done, strict=True)})
     print(f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there")
 

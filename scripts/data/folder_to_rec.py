@@ -15,12 +15,13 @@ Examples:
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
-from deploy.faces.pictures import Picture, Rejected, Rules, encode, list_identities
+from deploy.faces.pictures import UPRIGHT, Picture, Rejected, Rules, encode, list_identities, report_turned
 from deploy.faces.pictures import read_list as read_lst
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import write_file
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or a .lst of insightface or im2rec")
     parser.add_argument("out", type=Path, help="folder of the set")
     parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")
+    parser.add_argument("--upright", action="store_true", help=f"with --landmarks: {UPRIGHT}")
     parser.add_argument("--plain-warp", action="store_true", help="with --landmarks: align like insightface, without smoothing")
     parser.add_argument("--resize", action="store_true", help="resize pictures of another size, without alignment")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="leave out identities with fewer pictures")
@@ -51,15 +53,19 @@ def convert(options: argparse.Namespace) -> None:
         pictures, left_out = sorted(read_lst(options.folder), key=lambda picture: picture.label), 0
         if not pictures:
             raise ValueError(f"{options.folder}: the list has no pictures")
+        counts = Counter(picture.label for picture in pictures)
+        pictures = [picture for picture in pictures if counts[picture.label] >= options.min_images]
+        left_out = sum(count < options.min_images for count in counts.values())
     else:
         pictures, _, left_out = list_identities(options.folder, options.min_images)
     if options.landmarks:
         known = read_landmarks(options.landmarks)
         found = points_of(known, [picture.name for picture in pictures])
         pictures = [picture._replace(points=points) for picture, points in zip(pictures, found, strict=True)]
-    rules = Rules(options.size, options.quality, options.resize, not options.plain_warp)
+    rules = Rules(options.size, options.quality, options.resize, not options.plain_warp, options.upright)
     skipped: list[Rejected] = []
     padding: dict[str, float] = {}
+    turned: list[str] = []
     numbers: dict[int, int] = {}  # of the identities in their order, so that one without a usable picture leaves no gap
     with RecordSetWriter(options.out, size=options.size, overwrite=options.overwrite) as writer:
         results = map_in_order(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
@@ -72,11 +78,13 @@ def convert(options: argparse.Namespace) -> None:
                 writer.add(numbers.setdefault(picture.label, len(numbers)), image.data, picture.name)
                 if picture.points is not None:
                     padding[picture.name] = image.padding
+                    turned += [picture.name] * image.turned
     if skipped:
         text = "".join(f"{bad.name}\t{bad.reason}\n" for bad in skipped)
         write_file(options.out / "skipped.txt", text)
         print(f"{len(skipped)} pictures were left out, listed in {options.out / 'skipped.txt'}")
     report_padding(options.out, padding)
+    report_turned(turned)
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")

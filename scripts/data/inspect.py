@@ -26,7 +26,7 @@ from data.scan import MIN_CORRELATION, Scan, SetNames, candidates, correlation, 
 from eval.pair_sets.bin_file import PairSet, read_pairs
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import shown, write_csv, write_file
-from utils.image import IMAGE_SIZE, decode_rgb
+from utils.image import decode_rgb
 from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.report.contact_sheet import histograms, sheet
@@ -76,7 +76,6 @@ class Findings:
         filled = counts[counts > 0]
         good = scanned.good
         sizes = scanned.num_bytes[good]
-        odd = good & ((scanned.height != IMAGE_SIZE) | (scanned.width != IMAGE_SIZE))
         return {
             "images": self.dataset.num_images,
             "identities": self.dataset.num_classes,
@@ -88,7 +87,7 @@ class Findings:
             "images_read": len(scanned.indices),
             "images_bad": len(scanned.bad),
             "images_of_one_colour": int(np.count_nonzero(scanned.plain)),
-            f"images_not_{IMAGE_SIZE}_x_{IMAGE_SIZE}": int(np.count_nonzero(odd)),
+            f"images_not_{scanned.size}_x_{scanned.size}": int(np.count_nonzero(scanned.odd)),
             "mean_kilobytes": round(float(sizes.mean()) / 1000, 2) if len(sizes) else 0.0,
             "copies_of_a_file": sum(copy.kind == "equal" for copy in copies),
             "copies_of_a_picture": sum(copy.kind == "near" for copy in copies),
@@ -115,12 +114,12 @@ class Findings:
             if values["pictures"]
         ]
         within = len(self.copies) - len(self.across())
-        odd = next(value for key, value in self.report.items() if key.startswith("images_not_"))
+        odd, size = int(np.count_nonzero(self.scanned.odd)), self.scanned.size
         counted = (
             ("copies across identities", len(self.across()), "One person has two labels, or one of the labels is wrong."),
             ("images of one colour", len(self.plain()), "No face: landmarks of another picture, or a failed download."),
             ("images that do not decode", len(self.scanned.bad), "Training stops at the first one."),
-            ("images of another size than 112 x 112", odd, "Training stops at the first one; align the faces first."),
+            (f"images of another size than {size} x {size}", odd, "Training stops at the first one; align the faces first."),
             ("copies within an identity", within, "The same picture counts twice."),
         )
         return found + [(what, f"{count:,}", why) for what, count, why in counted if count]

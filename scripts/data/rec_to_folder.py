@@ -15,7 +15,7 @@ import numpy as np
 from data.record_dataset import RecordDataset
 from data.scan import parse_classes
 from utils.cli import make_parser, progress
-from utils.files import write_file
+from utils.files import read_bytes, write_file
 from utils.image import IMAGE_STARTS
 from utils.program import run_main
 
@@ -39,7 +39,9 @@ def extract(options: argparse.Namespace) -> None:
         data = bytes(dataset.sample(index)[0])
         suffix = next((suffix for start, suffix in IMAGE_STARTS.items() if data.startswith(start)), ".bin")
         target = options.out / f"{labels[index]:06d}" / f"{dataset.record_key(index)}{suffix}"
-        if target.is_file() and target.stat().st_size == len(data):
+        if target.exists():
+            if read_bytes(target) != data:
+                raise ValueError(f"{target}: is another picture than the set's, and would be lost; choose another folder")
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, data, durable=False)

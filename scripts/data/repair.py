@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face data repair", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("--out", type=Path, help="folder for a copy of the sound images; decodes every image")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
     return run_main(repair, parser.parse_args(arguments))
 
@@ -160,7 +161,7 @@ def _copy(
 
     left_out = []
     # without header record: that form needs images of every class, and a class may have lost all of them
-    with RecordSetWriter(options.out, header=False, num_classes=num_classes) as writer:
+    with RecordSetWriter(options.out, False, overwrite=options.overwrite, num_classes=num_classes) as writer:
         found = map_in_order(read, images.tolist(), options.threads)
         for place, (payload, reason) in enumerate(progress(found, len(images), "copying", "image")):
             if reason:

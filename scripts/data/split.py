@@ -48,8 +48,9 @@ def split(options: argparse.Namespace) -> None:
     people = np.flatnonzero(counts)
     wanted = _how_many(options.held_out, len(people))
     target = options.out / "held_out.bin"
-    if target.exists() and not options.overwrite:
-        raise ValueError(f"{target} exists; add --overwrite to replace it, or choose another folder")
+    for path in (target, *(options.out / name / "train.rec" for name in ("train", "held_out"))):
+        if path.exists() and not options.overwrite:
+            raise ValueError(f"{path} exists; add --overwrite to replace it, or choose another folder")
     rng = np.random.default_rng(options.seed)
     held = np.zeros(dataset.num_classes, dtype=bool)
     # identities with several images first, because one image gives no genuine pair

@@ -20,7 +20,6 @@ from data.scan import is_plain, open_set_of, scan
 from eval.pair_sets.bin_file import read_pairs
 from utils.cli import add_threads, make_parser, progress
 from utils.files import shown, write_csv
-from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.text import printable
@@ -62,10 +61,9 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
     print(dataset.describe())
     scanned = scan(dataset, np.arange(dataset.num_stored), options.threads, hashes=False)
     bad = dict(scanned.bad)
-    odd = scanned.good & ((scanned.height != IMAGE_SIZE) | (scanned.width != IMAGE_SIZE))
-    for place in np.flatnonzero(odd).tolist():
+    for place in np.flatnonzero(scanned.odd).tolist():
         size = f"{scanned.width[place]} x {scanned.height[place]}"
-        bad[place] = f"{dataset.key(place)}: is {size} pixels, training takes {IMAGE_SIZE} x {IMAGE_SIZE}"
+        bad[place] = f"{dataset.key(place)}: is {size} pixels, the others are {scanned.size} x {scanned.size}"
     for place in np.flatnonzero(scanned.plain).tolist():
         bad.setdefault(place, f"{dataset.key(place)}: is of one colour, or nearly")
     for index, reason in sorted(bad.items())[:_SHOWN]:
