@@ -23,7 +23,7 @@ from easydict import EasyDict
 from torch import Tensor
 
 from configs import dump_config, load_config
-from data.tolerant import write_bad_batch
+from data.loader import write_bad_batch
 from eval.embed import EmbedSettings
 from eval.monitor import Evaluator
 from losses.first_loss import FirstStep, judge_first_loss
@@ -149,7 +149,7 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     """Log what the run is made of, and where it begins. A collective call."""
     world = setup.world
     for task in setup.tasks:
-        log.info(task.dataset.describe())
+        log.info(task.dataset.in_words())
     for line in filter(None, [untested_torch(), *setup.warnings]):
         log.warn(line)
     parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
@@ -351,7 +351,7 @@ def run(options: argparse.Namespace) -> None:
         found = []
         for task in setup.tasks:
             decode_sample(task.dataset, config.data.image_size)
-            found += [task.dataset.describe(), *task.dataset.take_warnings()]
+            found += [task.dataset.in_words(), *task.dataset.take_warnings()]
         sets = [f"{protocol.name}: {protocol.describe()}" for protocol in setup.protocols]
         print("\n".join([*found, *setup.warnings, *sets, "nothing wrong was found"]))
     else:

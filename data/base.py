@@ -11,6 +11,8 @@ import numpy as np
 from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE, decode_rgb_into, resize_square
 
+from .tolerant import Tolerance
+
 
 class FaceDataset(ABC):
     """Images by index in [0, num_stored), each with an integer label in [0, num_classes)."""
@@ -20,6 +22,7 @@ class FaceDataset(ABC):
     warnings: tuple[str, ...] = ()  # for the user, from opening the set
     _labels: np.ndarray  # of a set that has them in memory
     landmarks: np.ndarray | None = None  # of the stored images, if they were asked for: see data/landmarks.py
+    tolerance: Tolerance | None = None  # of bad samples; None = each is an error
 
     @property
     def num_stored(self) -> int:
@@ -29,6 +32,10 @@ class FaceDataset(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return one line for the log: the place of the images, their form, and their number."""
+
+    def in_words(self) -> str:
+        """Return `describe`, and how many bad samples are allowed."""
+        return self.describe() + (f"; up to {self.tolerance.budget} bad records are skipped" if self.tolerance else "")
 
     @abstractmethod
     def key(self, index: int) -> str:
@@ -90,8 +97,9 @@ class FaceDataset(ABC):
 
     def take_warnings(self) -> list[str]:
         """Return the new warnings for the user since the last call."""
+        own = self.tolerance.take_warnings() if self.tolerance else []
         heard, self._heard = self._heard, ()
-        return [*heard]
+        return [*own, *heard]
 
     def pixels_and_label(self, index: int, size: int = IMAGE_SIZE) -> tuple[np.ndarray, int]:
         """Return the pixels of a sample, (size, size, 3) uint8, RGB, and the class that `decode_into` returns."""
@@ -103,8 +111,12 @@ class FaceDataset(ABC):
         """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class.
 
         Square images of another size are resized, except to 112 x 112: where that is asked for, all sets have it, and an
-        image of another size is most likely a photograph that was not aligned.
+        image of another size is most likely a photograph that was not aligned. With a tolerance, a sample that cannot be read
+        is replaced by another one.
         """
+        return self.tolerance.decode(self._decode_into, index, out) if self.tolerance else self._decode_into(index, out)
+
+    def _decode_into(self, index: int, out: np.ndarray) -> int:
         image, label = self.sample(index)
         if isinstance(image, np.ndarray):
             pixels = image

@@ -23,7 +23,7 @@ from .landmarks import open_landmarks
 from .mixture import MixedDataset, Source, class_maps
 from .record_dataset import RecordDataset
 from .tar_dataset import TarDataset
-from .tolerant import TolerantDataset
+from .tolerant import Tolerance
 
 _UNREAD = (".heic", ".heif", ".avif", ".tif", ".tiff", ".gif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw")  # of cameras
 _CHUNK = 1 << 16  # paths or file names hashed at once
@@ -263,7 +263,7 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
         with prefix_errors("data.landmarks"):
             dataset.landmarks = open_landmarks(data["landmarks"], dataset.num_stored)
     if data["on_bad_record"] == "skip":
-        return TolerantDataset(dataset, seed, data["max_bad_fraction"])
+        dataset.tolerance = Tolerance(dataset.num_stored, seed, data["max_bad_fraction"])
     return dataset
 
 

@@ -19,7 +19,6 @@ from data.datasets import open_set
 from data.loader import Loader
 from data.mixture import MixedDataset
 from data.sampler import SampleOrder, check_batch
-from data.tolerant import TolerantDataset
 from eval.monitor import check_metric, check_names, load_protocols
 from eval.protocol import Protocol, Result
 from partial_fc.kernels.cpu import compiled_folder
@@ -261,8 +260,8 @@ def batch_sizes(given: list[int], num_images: list[int], total: int) -> list[int
 
 def decode_sample(dataset: FaceDataset, size: int) -> None:
     """Decode 16 images, evenly spread, of each source of a set; raise ValueError at one that cannot be trained on."""
-    inner = dataset.dataset if isinstance(dataset, TolerantDataset) else dataset
-    counts = [source.dataset.num_images for source in inner.sources] if isinstance(inner, MixedDataset) else [inner.num_stored]
+    sources = [source.dataset for source in dataset.sources] if isinstance(dataset, MixedDataset) else [dataset]
+    counts = [source.num_stored for source in sources]
     for count, end in zip(counts, np.cumsum(counts).tolist(), strict=True):
         for index in np.unique(np.linspace(end - count, end - 1, 16, dtype=np.int64)).tolist():
             dataset.pixels_and_label(index, size)
