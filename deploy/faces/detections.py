@@ -48,22 +48,21 @@ class Candidates(NamedTuple):
 
 
 class Detector:
-    """A face detector from a file. `detect` may be called by several threads at once.
-
-    Args:
-        fixed: (height, width) of its input; None = any multiples of MULTIPLE.
+    """A face detector, whose graph onnxruntime runs. `detect` may be called by several threads at once.
 
     Raises:
-        ValueError: its input is too large.
+        ValueError: its input is too large, or its outputs are not those of such a detector.
     """
 
     own_min_score = 0.5
 
-    def __init__(self, path: Path, settings: Settings, fixed: tuple[int, int] | None) -> None:
+    def __init__(self, path: Path, settings: Settings, session: "Session") -> None:
+        fixed = session.fixed
         if fixed and not 1 <= min(fixed) <= max(fixed) <= LONGEST:
             raise ValueError(f"{path}: its input has {fixed[1]} x {fixed[0]} pixels, and a side may have {LONGEST:,} at most")
-        self.path, self.settings, self.fixed = path, settings, fixed
-        self.name = path.name
+        self.path, self.settings, self.fixed, self.name = path, settings, fixed, path.name
+        self._session = session
+        self.candidates(np.zeros((*(fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
 
     def detect(self, pixels: np.ndarray) -> list[Face]:
         """Return the faces of a picture (H, W, 3) uint8 RGB, best score first.
@@ -156,6 +155,9 @@ class Session:
 
     Args:
         any_size: the sizes that the file names are those with which it was written, and no rule.
+
+    Attributes:
+        fixed: (height, width) of its input; None = any multiples of MULTIPLE.
     """
 
     def __init__(self, path: Path, any_size: bool = False) -> None:
@@ -170,8 +172,9 @@ class Session:
         self._entry, self.names = entries[0].name, [output.name for output in self._session.get_outputs()]
         self.fixed = (int(sides[0]), int(sides[1])) if sides[0] and sides[1] else None
 
-    def run(self, images: np.ndarray) -> list[np.ndarray]:
-        """Return all outputs for images (1, 3, H, W) float32; ValueError if the graph fails on them."""
+    def run(self, image: np.ndarray) -> list[np.ndarray]:
+        """Return all outputs for an image (H, W, 3) float32; ValueError if the graph fails on it."""
+        images = np.ascontiguousarray(image.transpose(2, 0, 1)[None])
         try:
             outputs: list[Any] = self._session.run(None, {self._entry: images})
         except Exception as error:

@@ -12,28 +12,17 @@ from eval.foreign_networks import check_outside_data
 from utils.cli import SHARE, int_in_range
 from utils.files import check_file
 
-from .detections import LONGEST, MULTIPLE, STRIDES, Candidates, Detector, Face, Session, Settings
+from .detections import LONGEST, STRIDES, Candidates, Detector, Face, Session, Settings
 
 _SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
 _MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
 _CENTRE, _SIZE = 0.1, 0.2  # the variances of the source
 _CELL = 4  # pixels of CenterFace's input
-
-
-class _Graph(Detector):
-    """A detector whose graph onnxruntime runs."""
-
-    def __init__(self, path: Path, settings: Settings, session: Session) -> None:
-        super().__init__(path, settings, session.fixed)
-        self._session = session
-        self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
-
-
 _WIDTHS = {"cls": 1, "obj": 1, "bbox": 4, "kps": 10}  # numbers of a cell
 OUTPUTS = frozenset(f"{kind}_{stride}" for kind in _WIDTHS for stride in STRIDES)
 
 
-class YuNet(_Graph):
+class YuNet(Detector):
     """A YuNet graph of opencv_zoo: cls_8 to kps_32, each with a row for each cell of the grid of its stride s.
 
     Source: Wu et al., "YuNet: A Tiny Millisecond-level Face Detector", 2023; cv2.FaceDetectorYN. The score is the root of
@@ -44,8 +33,7 @@ class YuNet(_Graph):
     own_min_score = 0.9  # score_threshold of OpenCV
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
-        images = np.ascontiguousarray(canvas[:, :, ::-1].astype(np.float32).transpose(2, 0, 1)[None])
-        outputs = dict(zip(self._session.names, self._session.run(images), strict=True))
+        outputs = dict(zip(self._session.names, self._session.run(canvas[:, :, ::-1].astype(np.float32)), strict=True))
         height, width = canvas.shape[:2]
         kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for stride in STRIDES:
@@ -68,7 +56,7 @@ class YuNet(_Graph):
         return Candidates(*(np.concatenate(parts) for parts in zip(*kept, strict=True)))
 
 
-class RetinaFace(_Graph):
+class RetinaFace(Detector):
     """A RetinaFace graph with three outputs: boxes (1, A, 4), scores (1, A, 2) and landmarks (1, A, 10), in any order.
 
     Source: biubug6/Pytorch_Retinaface; Deng et al., "RetinaFace: Single-stage Dense Face Localisation in the Wild", CVPR 2020;
@@ -79,8 +67,7 @@ class RetinaFace(_Graph):
     own_min_score = 0.6  # vis_thres of the source
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
-        images = (canvas[:, :, ::-1].astype(np.float32) - _MEANS).transpose(2, 0, 1)[None]
-        outputs = self._session.run(np.ascontiguousarray(images))
+        outputs = self._session.run(canvas[:, :, ::-1].astype(np.float32) - _MEANS)
         priors = prior_boxes(*canvas.shape[:2])
         of_width = {part.shape[-1]: part[0] for part in outputs if part.ndim == 3 and len(part) == 1}
         if len(outputs) != 3 or {width: len(part) for width, part in of_width.items()} != dict.fromkeys(
@@ -101,10 +88,8 @@ def prior_boxes(height: int, width: int) -> np.ndarray:
     """Return the (A, 3) centre x, centre y and side of the prior boxes of an image, in pixels, row by row for each stride."""
     parts = []
     for stride, sizes in zip(STRIDES, _SIZES, strict=True):
-        y, x = np.mgrid[: -(-height // stride), : -(-width // stride)]
-        cells = (np.stack([x, y], axis=-1).reshape(-1, 1, 2) + 0.5) * stride
-        sides = np.broadcast_to(np.array(sizes, dtype=np.float64)[None, :, None], (len(cells), len(sizes), 1))
-        parts.append(np.concatenate([np.broadcast_to(cells, (len(cells), len(sizes), 2)), sides], axis=2).reshape(-1, 3))
+        cells = anchor_centres(-(-height // stride), -(-width // stride), stride, len(sizes)) + stride / 2
+        parts.append(np.column_stack([cells, np.resize(sizes, len(cells))]))
     return np.concatenate(parts)
 
 
@@ -127,7 +112,7 @@ def decode_priors(priors: np.ndarray, offsets: np.ndarray, landmarks: np.ndarray
     return boxes, points
 
 
-class CenterFace(_Graph):
+class CenterFace(Detector):
     """A CenterFace graph with four outputs (1, k, h / 4, w / 4): scores (k = 1), sizes (2), offsets (2) and landmarks (10).
 
     Source: Xu et al., "CenterFace: Joint Face Detection and Alignment Using Face as Point", 2019; Star-Clouds/CenterFace. All
@@ -138,7 +123,7 @@ class CenterFace(_Graph):
     own_min_score = 0.35  # threshold of the source's demo
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
-        outputs = self._session.run(np.ascontiguousarray(canvas.astype(np.float32).transpose(2, 0, 1)[None]))
+        outputs = self._session.run(canvas.astype(np.float32))
         height, width = (side // _CELL for side in canvas.shape[:2])
         if [part.shape for part in outputs] != [(1, numbers, height, width) for numbers in (1, 2, 2, 10)]:
             raise ValueError(
@@ -160,7 +145,7 @@ class CenterFace(_Graph):
 _ANCHOR_WIDTHS = (1, 4, 10)  # numbers of an anchor: score, distances, offsets of five points
 
 
-class Scrfd(_Graph):
+class Scrfd(Detector):
     """An SCRFD graph: nine outputs, scores, distances and offsets for each of three strides, in any order.
 
     Source: Guo et al., "Sample and Computation Redistribution for Efficient Face Detection", ICLR 2022; insightface.
@@ -171,8 +156,7 @@ class Scrfd(_Graph):
     own_min_score = 0.5  # det_thresh of insightface
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
-        images = ((canvas.astype(np.float32) - 127.5) / 128).transpose(2, 0, 1)[None]
-        outputs = self._session.run(np.ascontiguousarray(images))
+        outputs = self._session.run((canvas.astype(np.float32) - 127.5) / 128)
         height, width = canvas.shape[:2]
         grids = [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
         parts = by_stride(outputs, self.path)
