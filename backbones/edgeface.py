@@ -9,6 +9,7 @@ Shapes: b = images of this rank, c = channels, h = w = feature map side, n = h w
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -28,30 +29,17 @@ _EXPANSION, _LAYER_SCALE, _EPS = 4, 1e-6, 1e-6
 _WAVES, _LONGEST = 32, 10_000.0  # sines and cosines of a row or column, and the ratio of their longest to shortest wave
 
 
-class LowRankLinear(nn.Module):
-    """A linear layer whose matrix is the product of two, of rank max(2, floor(gamma min(inputs, outputs)))."""
-
-    def __init__(self, inputs: int, outputs: int, gamma: float) -> None:
-        super().__init__()
-        rank = max(2, int(min(inputs, outputs) * gamma))
-        self.linear1, self.linear2 = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., outputs) from (..., inputs)."""
-        return self.linear2(self.linear1(x))
+def _low_rank(inputs: int, outputs: int, gamma: float) -> nn.Sequential:
+    """Return a linear layer whose matrix is the product of two, of rank max(2, floor(gamma min(inputs, outputs)))."""
+    rank = max(2, int(min(inputs, outputs) * gamma))
+    return nn.Sequential(OrderedDict(linear1=nn.Linear(inputs, rank, bias=False), linear2=nn.Linear(rank, outputs)))
 
 
-class ChannelMlp(nn.Module):
-    """Two linear layers with GELU between them, for the channels of each place alone."""
-
-    def __init__(self, channels: int, gamma: float) -> None:
-        super().__init__()
-        self.fc1 = LowRankLinear(channels, _EXPANSION * channels, gamma)
-        self.fc2 = LowRankLinear(_EXPANSION * channels, channels, gamma)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., c) from the same shape."""
-        return self.fc2(F.gelu(self.fc1(x)))
+def _channel_mlp(channels: int, gamma: float) -> nn.Sequential:
+    """Return two linear layers with GELU between them, for the channels (..., c) of each place alone."""
+    inside = _EXPANSION * channels
+    fc1, fc2 = _low_rank(channels, inside, gamma), _low_rank(inside, channels, gamma)
+    return nn.Sequential(OrderedDict(fc1=fc1, gelu=nn.GELU(), fc2=fc2))
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -70,7 +58,7 @@ class ConvEncoder(CheckpointedBlock):
         self.gamma = nn.Parameter(torch.full((channels,), _LAYER_SCALE))
         self.conv_dw = nn.Conv2d(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.norm = nn.LayerNorm(channels, eps=_EPS)
-        self.mlp = ChannelMlp(channels, gamma)
+        self.mlp = _channel_mlp(channels, gamma)
 
     def compute(self, x: Tensor) -> Tensor:
         """Return (b, c, h, w) from the same shape."""
@@ -85,7 +73,7 @@ class ChannelAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.temperature = nn.Parameter(torch.ones(heads, 1, 1))
-        self.qkv, self.proj = LowRankLinear(channels, 3 * channels, gamma), LowRankLinear(channels, channels, gamma)
+        self.qkv, self.proj = _low_rank(channels, 3 * channels, gamma), _low_rank(channels, channels, gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (b, n, c) from the same shape."""
@@ -126,7 +114,7 @@ class AttentionEncoder(CheckpointedBlock):
         self.norm_xca = nn.LayerNorm(channels, eps=_EPS)
         self.xca = ChannelAttention(channels, heads, gamma)
         self.norm = nn.LayerNorm(channels, eps=_EPS)
-        self.mlp = ChannelMlp(channels, gamma)
+        self.mlp = _channel_mlp(channels, gamma)
 
     def compute(self, x: Tensor) -> Tensor:
         """Return (b, c, h, w) from the same shape."""
@@ -143,22 +131,16 @@ class AttentionEncoder(CheckpointedBlock):
         return x + out.permute(0, 3, 1, 2)
 
 
-class EdgeStage(nn.Module):
-    """Blocks of one size, after a convolution that halves the resolution in all stages but the first."""
-
-    def __init__(self, number: int, before: int, channels: int, heads: int, gamma: float) -> None:
-        super().__init__()
-        self.downsample = nn.Sequential()
-        attention: list[nn.Module] = []
-        if number:
-            self.downsample = nn.Sequential(LayerNorm2d(before, eps=_EPS), nn.Conv2d(before, channels, 2, stride=2))
-            attention = [AttentionEncoder(channels, _SPLITS[number], heads, number == _WITH_PLACES, gamma)]
-        count = _DEPTHS[number] - len(attention)
-        self.blocks = nn.Sequential(*(ConvEncoder(channels, _KERNELS[number], gamma) for _ in range(count)), *attention)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (b, c, h / 2, w / 2) from (b, c', h, w); the first stage keeps the shape."""
-        return self.blocks(self.downsample(x))
+def _stage(number: int, before: int, channels: int, heads: int, gamma: float) -> nn.Sequential:
+    """Return blocks of one size, after a convolution that halves the resolution in all stages but the first."""
+    downsample = nn.Sequential()
+    attention: list[nn.Module] = []
+    if number:
+        downsample = nn.Sequential(LayerNorm2d(before, eps=_EPS), nn.Conv2d(before, channels, 2, stride=2))
+        attention = [AttentionEncoder(channels, _SPLITS[number], heads, number == _WITH_PLACES, gamma)]
+    count = _DEPTHS[number] - len(attention)
+    blocks = nn.Sequential(*(ConvEncoder(channels, _KERNELS[number], gamma) for _ in range(count)), *attention)
+    return nn.Sequential(OrderedDict(downsample=downsample, blocks=blocks))
 
 
 class Head(nn.Module):
@@ -168,7 +150,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(channels, eps=_EPS)
         self.dropout = nn.Dropout(dropout)
-        self.fc = LowRankLinear(channels, embedding_size, gamma)
+        self.fc = _low_rank(channels, embedding_size, gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (b, D) from (b, c, h, w)."""
@@ -182,7 +164,7 @@ class EdgeNeXt(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, channels[0], 4, stride=4), LayerNorm2d(channels[0], eps=_EPS))
         before = [channels[0], *channels]
-        self.stages = nn.Sequential(*(EdgeStage(k, before[k], count, heads, gamma) for k, count in enumerate(channels)))
+        self.stages = nn.Sequential(*(_stage(k, before[k], count, heads, gamma) for k, count in enumerate(channels)))
         self.head = Head(channels[-1], embedding_size, dropout, gamma)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -17,27 +17,30 @@ from .checkpointing import CheckpointedBlock
 from .iresnet import BatchNorm2d, PReLU, autocast_off, check_head, check_image_size, check_images, scale_channels
 
 
-class ConvBlock(nn.Module):
-    """A convolution without bias that keeps h / stride, a batch normalisation, and a PReLU unless it is linear."""
+class Layers(nn.Module):
+    """Layers in a row, under the names of arcface_torch."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        kernel_size: int = 1,
-        stride: int = 1,
-        padding: int = 0,
-        groups: int = 1,
-        linear: bool = False,
-    ) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        conv = nn.Conv2d(in_channels, channels, kernel_size, stride, padding, groups=groups, bias=False)
-        activation = [] if linear else [PReLU(channels)]
-        self.layers = nn.Sequential(conv, BatchNorm2d(channels), *activation)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (b, channels, h', w') from (b, in_channels, h, w)."""
+        """Return what the last layer makes of x (b, c, h, w)."""
         return self.layers(x)
+
+
+def _conv(
+    in_channels: int,
+    channels: int,
+    kernel_size: int = 1,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
+    linear: bool = False,
+) -> Layers:
+    """Return a convolution without bias that keeps h / stride, a batch normalisation, and a PReLU unless it is linear."""
+    conv = nn.Conv2d(in_channels, channels, kernel_size, stride, padding, groups=groups, bias=False)
+    return Layers(conv, BatchNorm2d(channels), *([] if linear else [PReLU(channels)]))
 
 
 class Bottleneck(CheckpointedBlock):
@@ -47,9 +50,9 @@ class Bottleneck(CheckpointedBlock):
         super().__init__()
         self.residual = stride == 1
         self.layers = nn.Sequential(
-            ConvBlock(in_channels, expansion),
-            ConvBlock(expansion, expansion, kernel_size=3, stride=stride, padding=1, groups=expansion),
-            ConvBlock(expansion, channels, linear=True),
+            _conv(in_channels, expansion),
+            _conv(expansion, expansion, kernel_size=3, stride=stride, padding=1, groups=expansion),
+            _conv(expansion, channels, linear=True),
         )
 
     def compute(self, x: Tensor) -> Tensor:
@@ -57,33 +60,9 @@ class Bottleneck(CheckpointedBlock):
         return x + self.layers(x) if self.residual else self.layers(x)
 
 
-class Stage(nn.Module):
-    """A sequence of residual bottlenecks of one shape."""
-
-    def __init__(self, channels: int, expansion: int, num_blocks: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Bottleneck(channels, channels, expansion, stride=1) for _ in range(num_blocks)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (b, channels, h, w) from the same shape."""
-        return self.layers(x)
-
-
-class EmbeddingLayers(nn.Module):
-    """Global depth-wise convolution, linear layer and batch normalisation: feature map to embedding."""
-
-    def __init__(self, channels: int, side: int, embedding_size: int, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            ConvBlock(channels, channels, kernel_size=side, groups=channels, linear=True),
-            nn.Sequential(nn.Flatten(), nn.Dropout(dropout)),  # one entry, so that the next ones keep their indices
-            nn.Linear(channels, embedding_size, bias=False),
-            nn.BatchNorm1d(embedding_size),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (b, D) from (b, channels, side, side)."""
-        return self.layers(x)
+def _stage(channels: int, expansion: int, num_blocks: int) -> Layers:
+    """Return a sequence of residual bottlenecks of one shape."""
+    return Layers(*(Bottleneck(channels, channels, expansion, stride=1) for _ in range(num_blocks)))
 
 
 class MobileFaceNet(nn.Module):
@@ -116,23 +95,28 @@ class MobileFaceNet(nn.Module):
         # A multiple of c64, not the scaled number: the second convolution of mbf has whole channels in each of its c64 groups.
         stem, wide = scale * c64, scale_channels(128 * scale, width)
         if num_blocks[0] == 1:
-            second: nn.Module = ConvBlock(stem, stem, kernel_size=3, padding=1, groups=c64)
+            second: nn.Module = _conv(stem, stem, kernel_size=3, padding=1, groups=c64)
         else:
-            second = Stage(stem, expansion=c128, num_blocks=num_blocks[0])
+            second = _stage(stem, expansion=c128, num_blocks=num_blocks[0])
         self.layers = nn.ModuleList(
             [
-                ConvBlock(3, stem, kernel_size=3, stride=2, padding=1),  # (b, 64 scale, 56, 56) for images of 112 x 112
+                _conv(3, stem, kernel_size=3, stride=2, padding=1),  # (b, 64 scale, 56, 56) for images of 112 x 112
                 second,
                 Bottleneck(stem, stem, expansion=c128, stride=2),  # (b, 64 scale, 28, 28)
-                Stage(stem, expansion=c128, num_blocks=num_blocks[1]),
+                _stage(stem, expansion=c128, num_blocks=num_blocks[1]),
                 Bottleneck(stem, wide, expansion=c256, stride=2),  # (b, 128 scale, 14, 14)
-                Stage(wide, expansion=c256, num_blocks=num_blocks[2]),
+                _stage(wide, expansion=c256, num_blocks=num_blocks[2]),
                 Bottleneck(wide, wide, expansion=c512, stride=2),  # (b, 128 scale, 7, 7)
-                Stage(wide, expansion=c256, num_blocks=num_blocks[3]),
+                _stage(wide, expansion=c256, num_blocks=num_blocks[3]),
             ]
         )
-        self.conv_sep = ConvBlock(wide, c512)
-        self.features = EmbeddingLayers(c512, side, embedding_size, dropout)
+        self.conv_sep = _conv(wide, c512)
+        self.features = Layers(  # a global depth-wise convolution makes (b, 512, 1, 1)
+            _conv(c512, c512, kernel_size=side, groups=c512, linear=True),
+            nn.Sequential(nn.Flatten(), nn.Dropout(dropout)),  # one entry, so that the next ones keep their indices
+            nn.Linear(c512, embedding_size, bias=False),
+            nn.BatchNorm1d(embedding_size),
+        )
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
