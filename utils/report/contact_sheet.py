@@ -17,21 +17,16 @@ import numpy as np
 from ..image import to_png
 from ..text import printable
 
-_DPI = 110  # of all figures but those whose caller says otherwise
 
-
-def make_figure(width: float, height: float, dpi: int = _DPI, layout: Literal["constrained"] | None = None) -> Any:
+def make_figure(width: float, height: float, layout: Literal["constrained"] | None = None) -> Any:
     """Return an empty matplotlib.figure.Figure of `width` x `height` inches.
 
     Args:
         layout: "constrained" makes room for all texts, which takes as long as drawing; None leaves the margins to the caller.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=110, layout=layout)
 
 
 def png_of(figure: Any) -> bytes:
