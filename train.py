@@ -65,8 +65,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     ):
         introduce(config, setup, model, counts, start_step, log)
         if start_step >= total_steps:
-            key = "max_steps" if config.train.max_steps else "epochs"
-            log.info(f"training is complete already; nothing to do. Raise train.{key}, or choose another run.name")
+            log.info("training is complete already; nothing to do. Raise train.max_steps or epochs, or choose another run.name")
             return
         evaluator = build_evaluator(config, setup, model, log)
         if config.eval.at_start and start_step == 0:
@@ -121,9 +120,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             if saves or new_best:
                 save(done, score, setup, model, writer, watch, last=stopping or done == total_steps)
             if stopping:
-                if evaluates:
-                    log.info(f"the evaluation after step {done} is left out")
-                raise stopped(stop, saving.resume, done, total_steps)
+                raise stopped(stop, saving.resume, done, total_steps, bool(evaluates and setup.protocols))
             meter.speed.pause(time.perf_counter() - pause)
             watch.at(done, steps.doing)
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {setup.folder}")
@@ -248,11 +245,12 @@ def save(
     writer.save(step, files, {**setup.facts, "score": score}, last)
 
 
-def stopped(stop: StopSignal, resume: str, done: int, total_steps: int) -> StoppedError:
+def stopped(stop: StopSignal, resume: str, done: int, total_steps: int, unrated: bool) -> StoppedError:
     """Return the error that ends a run which was told to stop and has saved."""
     again = "checkpoint.resume=auto" if resume == "never" else "the same command"
     cause = stop.name or "a signal to another process"
-    return StoppedError(f"{cause}: saved after step {done} of {total_steps}; {again} goes on from there", stop.status)
+    place = f"step {done} of {total_steps}{', without its evaluation' if unrated else ''}"
+    return StoppedError(f"{cause}: saved after {place}; {again} goes on from there", stop.status)
 
 
 class Meter:

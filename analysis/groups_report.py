@@ -104,10 +104,12 @@ def draw_curves(outcome: Outcome) -> bytes:
                 errors = row[::-1].cumsum()[::-1] if name == "FMR" else row.cumsum() - row
                 shown = (errors >= 1) & (errors < row.sum())
                 style = {"color": colours[group], "linestyle": "-" if place < 9 else "--", "label": label_text(group)}
-                axis.plot(outcome.counts.edges[:-1][shown], errors[shown] / row.sum(), **style)
+                if shown.any():
+                    axis.plot(outcome.counts.edges[:-1][shown], errors[shown] / row.sum(), **style)
         axis.axvline(outcome.threshold, color="gray", linestyle=":")
-        axis.set(xlabel="threshold (cosine)", ylabel=name, yscale="log")
+        axis.set(xlabel="threshold (cosine)", ylabel=name)
         if axis.get_legend_handles_labels()[0]:
+            axis.set_yscale("log")
             axis.legend(fontsize=7)
     return png_of(figure)
 

@@ -201,7 +201,7 @@ def _read(path: Path, loader: type[yaml.SafeLoader] = Loader) -> dict[str, Any]:
         text = read_text(path, MAX_SMALL_TEXT, "utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml") if p.name != path.name])
         hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ValueError(f"config {path}: cannot be read ({reason}).{hint}") from None
     try:
@@ -238,7 +238,8 @@ def _layers(path: Path, above: tuple[Path, ...]) -> list[Path]:
         return [path]
     if not isinstance(base, str):
         raise ValueError(f"config {path}: _base_ must be one file name, got {base!r}")
-    return [*_layers(path.parent / base, (*above, resolved)), path]
+    place = path.parent / base
+    return [*_layers(place if place.suffix else place.with_name(f"{place.name}.yaml"), (*above, resolved)), path]
 
 
 def _parse_override(override: str) -> dict[str, Any]:

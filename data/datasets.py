@@ -3,6 +3,7 @@
 Shapes: N = images, H = W = data.image_size, 112 unless said otherwise.
 """
 
+import codecs
 import itertools
 import os
 from collections import Counter
@@ -38,7 +39,7 @@ class ListDataset(FaceDataset):
     def __init__(self, list_path: str | os.PathLike[str]) -> None:
         self.path = Path(list_path)
         with reading(list_path):
-            self._text = read_bytes(self.path, MAX_TEXT)
+            self._text = read_bytes(self.path, MAX_TEXT).removeprefix(codecs.BOM_UTF8)
         begins, lengths, labels = ([], [], [])  # of the paths in the text: strings would take ten times the memory
         begin = 0
         for number, line in enumerate(self._text.splitlines(keepends=True), 1):

@@ -100,6 +100,9 @@ def test_every_rate_is_that_of_a_loop_over_all_pairs(tmp_path: Path, capsys: pyt
     assert _results(tmp_path, *words, "--pictures", str(tmp_path / "set")) == found
     assert (tmp_path / "out" / "report.html").read_text().count("<img") == 4  # and those who look alike
     assert _results(tmp_path, *words) == found
+    np.save(tmp_path / "t.npy", np.eye(64, dtype=np.float32)[faces[1] % 64])  # no error at any threshold between 0 and 1
+    _results(tmp_path, *words)
+    np.save(tmp_path / "t.npy", faces[0])
     assert main([str(tmp_path / "t.npy"), *words, "--out", str(tmp_path / "out"), "--pictures", "/nowhere"]) == 1
     assert "error: --pictures: there is no /nowhere" in capsys.readouterr().err
     page = (tmp_path / "out" / "report.html").read_text()

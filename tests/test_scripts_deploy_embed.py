@@ -457,7 +457,7 @@ def test_embeddings_that_are_not_finite_or_zero_are_rejected(tmp_path: Path, cro
         network = _onnx(tmp_path / f"{number}.onnx", bias)
         said = error_of(_run(network, crops, tmp_path / f"f{number}.npy", "--processes", 1, flags=[]), capsys, "embedding")
         assert "no face in any of 26 pictures; the first, alone.png, the network has no finite embedding of face 0" in said
-        assert not (tmp_path / f"f{number}.npy").exists()
+        assert not list(tmp_path.glob(f"f{number}.npy*[!v]"))  # nor what another start would go on with
     assert _run(_onnx(tmp_path / "sound.onnx", 2.0), crops, tmp_path / "f.npy", "--processes", 1, flags=[]) == 0
 
 

@@ -94,6 +94,12 @@ def test_epochs_and_steps_name_the_same_warm_up_and_milestones(tmp_path: Path):
     assert own == (Schedule("cosine", 0.1, 40), Schedule("constant", 0.1, 40))
 
 
+def test_milestones_of_one_step_are_refused(tmp_path: Path):
+    config = _config(tmp_path, "schedule.kind=step", "schedule.milestones=[1.01, 1.02]")
+    with pytest.raises(ValueError, match=r"milestones \[1.01, 1.02\] are at the steps \[10, 10\]; move them apart"):
+        build_schedules(config, 40, 10.0)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -172,6 +172,8 @@ def build_schedules(config: EasyDict, total_steps: int, steps_per_epoch: float) 
     warmup = given.warmup_steps or round(given.warmup_epochs * steps_per_epoch)
     milestones = tuple(int(step) for step in given.milestone_steps)
     milestones = milestones or tuple(round(epoch * steps_per_epoch) for epoch in given.milestones)
+    if len(set(milestones)) < len(milestones):
+        raise ValueError(f"schedule.milestones {list(given.milestones)} are at the steps {list(milestones)}; move them apart")
     if given.warmup_steps >= total_steps and not config.train.max_steps:
         raise ValueError(f"schedule.warmup_steps must be below the {total_steps} steps, got {given.warmup_steps}; set fewer")
     if milestones and milestones[0] < warmup:

@@ -44,6 +44,7 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedder: Embedder) -> tupl
     if rejected:
         write_csv(rejected_list, ("name", "reason"), rejected)
     if not faces:
+        out.with_name(f"{out.name}.unfinished").unlink(missing_ok=True)  # nothing to go on with
         name, reason = rejected[0]
         raise ValueError(
             f"no face in any of {len(plan.source.names)} pictures; the first, {name}, {reason}; all: {rejected_list}"
