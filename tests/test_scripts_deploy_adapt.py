@@ -195,5 +195,5 @@ def test_tables_of_face_embed_are_taken(place: tuple[Path, list[str]], tmp_path:
     assert tables.lengths == pytest.approx(pictures.lengths, rel=1e-4)
     adapted, crops = str(tmp_path / NAME), str(folder / "crops")
     assert gallery.main(["adapt", str(folder / NAME), "--with", words[-1], "--out", adapted]) == 0
-    assert "name it before the gallery" in error_of(search.main([adapted, crops]), capsys, "embedding", "adapting")
+    assert "is not recorded; name it, as in" in error_of(search.main([adapted, crops]), capsys, "embedding", "adapting")
     assert search.main([str(folder / "new.pt"), adapted, crops, *more]) == 0

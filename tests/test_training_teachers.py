@@ -378,7 +378,7 @@ WRONG = {
     "teacher.path=OLD teacher.logits=1 data.source=synthetic data.num_images=40 data.num_classes=9": "teacher.logits needs a "
     "teacher of the 9 classes of the data, got 12 in",
     "teacher.path=FILE teacher.logits=1 teacher.options=HOW": "teacher.logits: needs the class centres of the teacher, of",
-    "teacher.path=OLD teacher.embedding=-1": "teacher.embedding must be from 0 to 1e+06, got -1",
+    "teacher.path=OLD teacher.embedding=-1": "teacher.embedding must be from 0 to 1000000, got -1",
     "teacher.path=OLD teacher.embedding_loss=l1": "teacher.embedding_loss must be one of cosine, mse, got 'l1'",
     "tasks=[{name:\xa0teacher_relations}]": "tasks[0].name must be its own",
 }
