@@ -141,11 +141,11 @@ def _row(row_of: dict[str, int], name: str, group: str) -> int | None:
 
 
 def _by_tens(texts: list[str]) -> list[str]:
-    texts = [re.sub(r"(?<=[0-9])\.0+$", "", text) for text in texts]  # a table with gaps has them as 24.0
-    values = {text for text in texts if text and text.upper() != "NA"}
-    if len(values) <= _MOST_NUMBERS or not all(text.isdecimal() for text in values):
+    ages = ["" if text.upper() == "NA" else re.sub(r"\.0+$", "", text) for text in texts]  # a table with gaps has them as 24.0
+    values = {age for age in ages if age}
+    if len(values) <= _MOST_NUMBERS or not all(age.isdecimal() for age in values):
         return texts
-    return [f"{int(text) // 10 * 10} to {int(text) // 10 * 10 + 9}" if text in values else "" for text in texts]
+    return [f"{int(age) // 10 * 10} to {int(age) // 10 * 10 + 9}" if age else "" for age in ages]
 
 
 def _numbered(path: Path, column: str, texts: Sequence[str]) -> tuple[np.ndarray, list[str]]:

@@ -238,8 +238,7 @@ def _layers(path: Path, above: tuple[Path, ...]) -> list[Path]:
         return [path]
     if not isinstance(base, str):
         raise ValueError(f"config {path}: _base_ must be one file name, got {base!r}")
-    place = path.parent / base
-    return [*_layers(place if place.suffix else place.with_name(f"{place.name}.yaml"), (*above, resolved)), path]
+    return [*_layers(path.parent / base, (*above, resolved)), path]
 
 
 def _parse_override(override: str) -> dict[str, Any]:

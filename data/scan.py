@@ -5,6 +5,7 @@ copy that was compressed again or resized keeps most bits; another photograph of
 Shapes: n = images read.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -176,7 +177,7 @@ class Scan:
         """(n,) bool: the image decodes."""
         return self.height > 0
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The usual height of the square images in pixels; 112 if there is none."""
         heights = self.height[self.good & (self.height == self.width)]

@@ -278,8 +278,8 @@ def results_file(options: argparse.Namespace) -> tuple[Path | None, str]:
         step, last = manifest["step"], planned_steps(manifest.get("config", {}), manifest.get("run_signature", {}))
         if last not in (None, step):
             return None, f"its {RESULTS} is of the run's end, and its newest checkpoint is of step {step:,} of {last:,}"
-        if manifest.get("score") is None:
-            return None, f"its {RESULTS} is of an earlier checkpoint: the newest was saved without a score"
+        if manifest.get("score") is None and path.stat().st_mtime < (checkpoints[-1] / "manifest.json").stat().st_mtime:
+            return None, f"its {RESULTS} is older than its newest checkpoint, which was saved without a score"
     return path, ""
 
 

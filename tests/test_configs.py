@@ -168,7 +168,7 @@ def test_a_number_is_read_as_decimal(tmp_path: Path, word: str, value: float):
 def test_an_empty_value_of_a_text_key_is_no_text(tmp_path: Path):
     (tmp_path / "below.yaml").write_text("data: {path: /a}\n")
     assert _load(tmp_path, "_base_: below.yaml\ndata:\n  path:\n").data.path == ""
-    assert _load(tmp_path, "_base_: below\n", "data.path=").data.path == ""
+    assert _load(tmp_path, "_base_: below.yaml\n", "data.path=").data.path == ""
 
 
 def test_anchors_and_merges_of_yaml_work(tmp_path: Path):

@@ -19,6 +19,7 @@ import test_scripts_deploy_export as exports
 import torch
 import yaml
 from pictures import picture
+from test_deploy_faces_crops import _jpeg as turned_jpeg
 from tiny_runs import ROOT
 
 from backbones import build_backbone
@@ -27,7 +28,7 @@ from deploy.export import hub as hub_files
 from scripts.deploy.export import main as export
 from utils.checkpoint.reading import read_backbone
 from utils.checkpoint.tensor_file import NETWORK
-from utils.image import normalise
+from utils.image import decode_rgb, normalise
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("onnx_operators")]
 run, results, toy = cards.run, cards.results, exports.toy
@@ -55,15 +56,15 @@ def _printed(program: Path, image: Path) -> np.ndarray:
 
 def test_both_programs_print_the_embedding_of_the_network(hub: Path, run: Path, tmp_path: Path):
     assert {path.name for path in hub.iterdir()} == FILES
-    pixels = picture(3, 112)
-    cv2.imwrite(str(tmp_path / "face.png"), pixels[:, :, ::-1])
+    (tmp_path / "face.jpg").write_bytes(stored := turned_jpeg(picture(3, 112), 6))  # EXIF turns photographs, not crops
+    pixels = decode_rgb(stored)
     model = build_backbone("mbf", 16, 0.125).eval()
     model.load_state_dict(read_backbone(next((run / "checkpoints").iterdir())))
     images = normalise(torch.from_numpy(pixels[None])).contiguous()
     with torch.no_grad():
         expected = (model(images) + model(images.flip(3))).double().numpy()[0]
     for name in ("example.py", "example_onnx.py"):
-        found = _printed(hub / name, tmp_path / "face.png")
+        found = _printed(hub / name, tmp_path / "face.jpg")
         assert np.linalg.norm(found - expected / np.linalg.norm(expected)) < 1e-4, name  # what an exported file may differ by
     cv2.imwrite(str(tmp_path / "photograph.png"), picture(3, 256))
     for words in ([], [tmp_path / "photograph.png"]):

@@ -125,7 +125,7 @@ def test_a_run_that_went_on_after_its_results_has_no_threshold(results: Path, tm
             with pytest.raises(ValueError, match=r"its newest checkpoint is of step 25 of 40; name others with --results"):
                 threshold_of(_options("--far", "1e-2", run=run))
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "config": {"train": {"max_steps": 25}}, "score": None}))
-    with pytest.raises(ValueError, match=r"is of an earlier checkpoint: the newest was saved without a score"):
+    with pytest.raises(ValueError, match=r"is older than its newest checkpoint, which was saved without a score"):
         threshold_of(_options("--far", "1e-2", run=run))
 
 

@@ -12,6 +12,7 @@ Shapes: n = records.
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import struct
@@ -23,7 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from utils.files import check_file, new_file, reading
+from utils.files import check_file, is_still, new_file, reading
 
 MAGIC = b"\x0a\x23\xd7\xce"
 MAX_LENGTH = (1 << 29) - 1  # bytes in a record
@@ -227,8 +228,14 @@ class RecordWriter:
     def close(self) -> None:
         """Finish the files: flush them to the disk, then give them their final names."""
         with self._unfinished:
-            for file in self._files:
-                os.fsync(file.fileno())
+            self._flush()
+
+    def _flush(self) -> None:
+        """Flush the files to the disk, and see that they are still this writer's."""
+        for file, path in zip(self._files, self._paths, strict=True):
+            os.fsync(file.fileno())
+            if not is_still(file.path, file.fileno()):
+                raise OSError(errno.EBUSY, "another program is writing it", str(path))
 
     def __enter__(self: Writer) -> Writer:
         return self

@@ -210,7 +210,7 @@ class RecordSetWriter(RecordWriter):
     Args:
         header: True writes the header form: images at keys 1..N grouped by class, then an identity record for each class,
             then the header at key 0. False writes only images, at keys 0..N-1 in any order of classes (a shuffled set).
-        size: height and width of the images in pixels, for property; 0 = as the first one has.
+        size: height and width of the images in pixels, for property; 0 = as the first square one has.
         overwrite: replace the set in the folder, if there is one.
         num_classes: the least number of classes in property; the last classes may have no image.
 
@@ -247,7 +247,8 @@ class RecordSetWriter(RecordWriter):
             raise ValueError(f"{self.folder}: images must be grouped by class, 0, 1, 2 ...; got label {label} after {previous}")
         if not len(image):
             raise ValueError(f"{self.folder}: no image may be empty, image {self.num_images} ({path or label}) has no bytes")
-        self.size = self.size or (image_size(image) or [IMAGE_SIZE])[0]
+        if not self.size and (found := image_size(image)) and found[0] == found[1]:
+            self.size = found[0]
         key = self.num_images + self.header
         self.write(key, pack(float(label), key, 0, bytes(image)))
         self.num_images += 1
@@ -275,9 +276,9 @@ class RecordSetWriter(RecordWriter):
                 for label, end in enumerate(self._ends):
                     self.write(first + label, pack([float(begins[label]), float(end)], first + label, 0, b""))
                 self.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
-            for name in ("property", "train.lst"):
-                (self.folder / name).unlink(missing_ok=True)  # of the replaced set
-            super().close()
+            self._flush()
+            (self.folder / "property").unlink(missing_ok=True)  # of the replaced set
         if not self._files[2].size:
             (self.folder / "train.lst").unlink()
-        write_file(self.folder / "property", f"{self.num_classes},{self.size},{self.size}")
+        size = self.size or IMAGE_SIZE
+        write_file(self.folder / "property", f"{self.num_classes},{size},{size}")

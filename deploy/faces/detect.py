@@ -24,7 +24,7 @@ from ..journal import Journal, open_journal
 from .detections import Face
 from .detector import Detector, open_detector
 from .landmarks import report_padding
-from .pictures import UNREADABLE, Rejected, list_pictures, read_crops, stamp_of, to_jpeg
+from .pictures import UNREADABLE, Rejected, check_distinct, list_pictures, read_crops, stamp_of, to_jpeg
 
 
 class Found(NamedTuple):
@@ -217,11 +217,7 @@ def _pictures(folder: Path, out: Path) -> list[str]:
     names = list_pictures(folder)
     if out.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{out}: the crops must not be below {folder}, or the next run would take them for photographs")
-    first: dict[str, str] = {}
-    for name in names:
-        other = first.setdefault(name.removesuffix(Path(name).suffix), name)
-        if other != name:
-            raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
+    check_distinct(folder, names, [name.removesuffix(Path(name).suffix) for name in names])
     return names
 
 
@@ -239,7 +235,9 @@ def _facts(options: argparse.Namespace) -> dict[str, object]:
     settings = ["min_score", "min_size", "overlap", "longest_side", "which", "size", "quality"]
     settings += ["max_padding"] if options.max_padding < 1 else []
     given = {name: getattr(options, name) for name in settings}
-    return {"folder": os.path.realpath(options.folder), "detector": onnx_hash(options.detector), **given}
+    # moved together they stay what they were
+    folder = os.path.relpath(os.path.realpath(options.folder), os.path.realpath(options.out))
+    return {"folder": folder, "detector": onnx_hash(options.detector), **given}
 
 
 def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector, journal: Detections) -> int:

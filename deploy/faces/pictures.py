@@ -85,6 +85,14 @@ def list_pictures(folder: Path) -> list[str]:
     return found.files
 
 
+def check_distinct(folder: Path, names: Sequence[str], crops: Sequence[object]) -> None:
+    """Raise ValueError for pictures below a folder whose crops would be one file."""
+    first: dict[object, str] = {}
+    for name, crop in zip(names, crops, strict=True):
+        if (other := first.setdefault(crop, name)) != name:
+            raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
+
+
 def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
     """Read a folder with a sub-folder per identity.
 
@@ -162,7 +170,7 @@ def encode(picture: Picture, rules: Rules) -> Encoded | Rejected:
             how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
             return Encoded(to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality))
         padding = check_points(picture.points, *pixels.shape[:2])
-        turned = not rules.upright and is_turned(data, pixels)
+        turned = not rules.upright and is_turned(data)
         return Encoded(to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality), padding, turned)
     except ValueError as error:
         return Rejected(picture.name, str(error))
@@ -171,16 +179,20 @@ def encode(picture: Picture, rules: Rules) -> Encoded | Rejected:
 UPRIGHT = "turn pictures as their EXIF orientation says, if the landmarks are of upright ones. mxnet does not, nor do we"
 
 
-def is_turned(data: bytes, pixels: np.ndarray) -> bool:
-    """Return whether the EXIF orientation of a picture, which was ignored for its pixels (H, W, 3), would change them."""
-    return b"Exif" in data[: 1 << 16] and not np.array_equal(pixels, decode_rgb(data, MAX_PHOTO_PIXELS, upright=True))
+def is_turned(data: bytes) -> bool:
+    """Return whether the EXIF orientation of a picture that can be decoded would change its pixels."""
+    if not any(mark in data for mark in (b"Exif", b"eXIf", b"EXIF")):
+        return False
+    flags = (cv2.IMREAD_REDUCED_COLOR_8, cv2.IMREAD_REDUCED_COLOR_8 | cv2.IMREAD_IGNORE_ORIENTATION)
+    turned, stored = (np.asarray(cv2.imdecode(np.frombuffer(data, dtype=np.uint8), flag)) for flag in flags)
+    return not np.array_equal(turned, stored)
 
 
 def report_turned(names: Sequence[str]) -> None:
     """Print a warning about pictures that `is_turned` holds of."""
     if names:
         what = f"{len(names)} pictures, such as {shown(names[0])}, were aligned as they are stored"
-        print(f"warning: {what}, and EXIF turns them; if the landmarks are of upright pictures, begin anew with --upright")
+        print(f"warning: {what}, and EXIF turns them; if the landmarks are of upright pictures, give --upright --overwrite")
 
 
 def to_jpeg(pixels: np.ndarray, quality: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eval.networks import add_choice_of_network
-from utils.checkpoint.format import list_checkpoints, newest_run
+from utils.checkpoint.format import newest_run
 from utils.cli import make_parser, progress
 from utils.files import read_bytes, shown, write_file
 from utils.parallel import map_in_order
@@ -312,21 +312,14 @@ def warn_of_other_detector(gallery: Gallery, detector: str, which: str) -> None:
         print(f"warning: {one_line(line)}", file=sys.stderr)
 
 
-_NETWORKS = (".onnx", ".pt", ".pth", ".pt2", ".safetensors")  # endings of their files
-
-
-def choose_words(parser: argparse.ArgumentParser, words: Sequence[Path]) -> tuple[Path | None, Path, list[Path]]:
-    """Return network, gallery and the other words of a command line [[NETWORK] GALLERY] WORDS..., or end with a usage error.
+def choose_words(words: Sequence[Path]) -> tuple[Path | None, Path, list[Path]]:
+    """Return network, gallery and the other words of a command line [[NETWORK] GALLERY] WORDS...
 
     A word is a gallery if it ends in .gallery or is a file of SQLite; without one it is people.gallery.
     """
     for place, word in enumerate(words[:2]):
-        if _is_gallery(word):
-            if place + 1 == len(words):
-                parser.error(f"{shown(word)} is a gallery, and nothing follows it")
+        if place + 1 < len(words) and _is_gallery(word):
             return (words[0] if place else None), word, list(words[place + 1 :])
-    if words and (words[0].suffix in _NETWORKS or list_checkpoints(words[0])):
-        parser.error(f"{shown(words[0])} is a network, and no gallery follows it, whose name ends in {DEFAULT.suffix}")
     return None, DEFAULT, list(words)
 
 

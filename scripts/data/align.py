@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
-from deploy.faces.pictures import UPRIGHT, is_turned, list_pictures, report_turned, to_jpeg
+from deploy.faces.pictures import UPRIGHT, check_distinct, is_turned, list_pictures, report_turned, to_jpeg
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import read_bytes, reading, write_file
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="only pictures whose path below FOLDER is in LANDMARKS; without it, others are an error",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT; it stays otherwise, of the same size")
+    parser.add_argument("--overwrite", action="store_true", help="replace crops that OUT has; else those of this size are kept")
     parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality")
@@ -62,7 +62,8 @@ def align_all(options: argparse.Namespace) -> None:
         if len(names) < len(below):
             print(f"{len(below) - len(names)} of {len(below)} pictures have no landmarks, and are passed over")
     # report missing lines and name collisions before any work is done
-    targets = _targets(options, names)
+    targets = [(options.out / name).with_suffix(".png" if options.png else ".jpg") for name in names]
+    check_distinct(options.folder, names, targets)
     jobs = list(zip(names, points_of(known, names), targets, strict=True))
 
     turned: list[str] = []
@@ -77,7 +78,7 @@ def align_all(options: argparse.Namespace) -> None:
                 return False, check_points(points, *size) if size else 0.0
             pixels = decode_rgb(data, MAX_PHOTO_PIXELS, options.upright)
             padding = check_points(points, *pixels.shape[:2])
-            if not options.upright and is_turned(data, pixels):
+            if not options.upright and is_turned(data):
                 turned.append(name)
             face = align(pixels, points, options.size, not options.plain_warp)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,18 +90,6 @@ def align_all(options: argparse.Namespace) -> None:
     report_turned(sorted(turned))
     report_padding(options.out, {name: padding for name, (_, padding) in zip(names, done, strict=True)})
     print(f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there")
-
-
-def _targets(options: argparse.Namespace, names: Sequence[str]) -> list[Path]:
-    """Return the output file of each picture; two pictures whose names differ only in the ending are an error."""
-    targets = [(options.out / name).with_suffix(".png" if options.png else ".jpg") for name in names]
-    first: dict[Path, str] = {}
-    for name, target in zip(names, targets, strict=True):
-        if first.setdefault(target, name) != name:
-            raise ValueError(
-                f"{options.folder / name}: its face and the face of {first[target]} would both be {target}; rename one of them"
-            )
-    return targets
 
 
 if __name__ == "__main__":

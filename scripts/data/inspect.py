@@ -119,7 +119,7 @@ class Findings:
             ("copies across identities", len(self.across()), "One person has two labels, or one of the labels is wrong."),
             ("images of one colour", len(self.plain()), "No face: landmarks of another picture, or a failed download."),
             ("images that do not decode", len(self.scanned.bad), "Training stops at the first one."),
-            (f"images of another size than {size} x {size}", odd, "Training stops at the first one; align the faces first."),
+            (f"images of another size than {size} x {size}", odd, "Training stops or resizes them; align the faces first."),
             ("copies within an identity", within, "The same picture counts twice."),
         )
         return found + [(what, f"{count:,}", why) for what, count, why in counted if count]

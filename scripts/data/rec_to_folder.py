@@ -39,10 +39,11 @@ def extract(options: argparse.Namespace) -> None:
         data = bytes(dataset.sample(index)[0])
         suffix = next((suffix for start, suffix in IMAGE_STARTS.items() if data.startswith(start)), ".bin")
         target = options.out / f"{labels[index]:06d}" / f"{dataset.record_key(index)}{suffix}"
-        if target.exists():
-            if read_bytes(target) != data:
-                raise ValueError(f"{target}: is another picture than the set's, and would be lost; choose another folder")
+        there = read_bytes(target) if target.exists() else b""
+        if there == data:
             continue
+        if not data.startswith(there):  # or it was not finished
+            raise ValueError(f"{target}: is another picture than the set's, and would be lost; choose another folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, data, durable=False)
         written += 1

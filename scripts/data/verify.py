@@ -63,7 +63,7 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
     bad = dict(scanned.bad)
     for place in np.flatnonzero(scanned.odd).tolist():
         size = f"{scanned.width[place]} x {scanned.height[place]}"
-        bad[place] = f"{dataset.key(place)}: is {size} pixels, the others are {scanned.size} x {scanned.size}"
+        bad[place] = f"{dataset.key(place)}: is {size} pixels, not {scanned.size} x {scanned.size}"
     for place in np.flatnonzero(scanned.plain).tolist():
         bad.setdefault(place, f"{dataset.key(place)}: is of one colour, or nearly")
     for index, reason in sorted(bad.items())[:_SHOWN]:

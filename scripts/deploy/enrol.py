@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")
     options = parser.parse_intermixed_args(arguments)
     words = options.words
-    options.run, options.gallery, folders = choose_words(parser, words) if len(words) < 3 else (words[0], words[1], words[2:])
+    options.run, options.gallery, folders = choose_words(words) if len(words) < 3 else (words[0], words[1], words[2:])
     if len(folders) != 1:
         parser.error(f"one folder is enrolled at a time, got {' '.join(map(str, folders))}")
     options.folder = folders[0]

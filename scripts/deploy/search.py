@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cameras = [] if options.camera is None else [Path()]  # a word behind the gallery
     if not options.words + cameras:
         parser.error("name pictures, videos or folders")
-    options.run, options.gallery, found = choose_words(parser, options.words + cameras)
+    options.run, options.gallery, found = choose_words(options.words + cameras)
     options.pictures = found[: len(found) - len(cameras)]
     return run_main(search_all, options)
 

@@ -74,7 +74,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def newest_run(folder: Path = Path("work_dirs")) -> Path:
     """Return the run folder in `folder` whose newest checkpoint was written last; ValueError if there is none."""
-    runs = [run for run in folder.glob("*") if list_checkpoints(run)] if folder.is_dir() else []
+    runs = [run for run in folder.glob("*") if os.access(run / "checkpoints", os.R_OK) and list_checkpoints(run)]
     if not runs:
         raise ValueError(f"no run with a checkpoint in {folder}; name a run folder")
     return max(runs, key=lambda run: (list_checkpoints(run)[-1] / _MANIFEST).stat().st_mtime)

@@ -186,7 +186,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         warn: Callable[[str], object] = print,
     ) -> None:
         self.run_folder, self.world, self.keep = run_folder, world, keep
-        run_folder.mkdir(parents=True, exist_ok=True)
+        self._was_there = run_folder.is_dir()
         self.background, self.max_failed, self.warn = background, max_failed, warn
         self.failed = 0  # saves in a row
         self._allowed = max_failed
@@ -248,7 +248,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             torch.cuda.synchronize(world.device)
 
         def write_parts() -> dict[str, Any]:
-            if not self.run_folder.is_dir():
+            if self._was_there and not self.run_folder.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "the run's folder was removed or renamed", str(self.run_folder))
             partial.mkdir(parents=True, exist_ok=True)
             written: dict[str, Any] = {}
