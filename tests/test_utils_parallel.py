@@ -1,3 +1,4 @@
+import threading
 import time
 from collections.abc import Iterator
 
@@ -40,6 +41,22 @@ def test_an_exception_comes_where_its_result_would_have():
     assert [next(results) for _ in range(7)] == list(range(7))
     with pytest.raises(ValueError, match="seven"):
         next(results)
+
+
+def test_a_generator_that_is_given_up_does_not_wait_for_its_threads():
+    begun, ends = threading.Event(), threading.Event()
+
+    def work(number: int) -> bool:
+        return number == 0 or (begun.set() or ends.wait(60))
+
+    results = map_in_order(work, [0, 1], 1)
+    assert next(results) and begun.wait(20)
+    closing = threading.Thread(target=results.close, daemon=True)  # as the garbage collector closes it
+    closing.start()
+    closing.join(20)
+    stuck = closing.is_alive()
+    ends.set()
+    assert not stuck
 
 
 def test_no_items_give_no_results():

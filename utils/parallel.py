@@ -44,5 +44,8 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
         while pending:
             yield pending.popleft().result()
             pending.extend(pool.submit(function, item) for item in islice(rest, 1))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    except BaseException as error:
+        # the garbage collector may close a generator that was given up, even within the locks of `threading`
+        pool.shutdown(wait=not isinstance(error, GeneratorExit), cancel_futures=True)
+        raise
+    pool.shutdown()
