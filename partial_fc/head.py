@@ -202,7 +202,7 @@ class PartialFC(nn.Module):
             near = None
             if self.config.rate_at(step) < 1:  # where all classes are active, none has to be near
                 if self._graph.is_due(step):
-                    self._beside.wait()
+                    self.catch_up("neighbours")
                     news.append(self._graph.rebuild(self.centre_store, self._passes.dtype, step))
                 near = self._graph.near(prepared.classes)
             prepared = self._plan(prepared, near)
@@ -325,12 +325,17 @@ class PartialFC(nn.Module):
                     self._decay.catch_up_all(self.centre_store, self.chunk)
 
     @torch.no_grad()
-    def shard_state(self) -> dict[str, Tensor]:
-        """Return this rank's rows by name, (num_slots, ...) each, in slot order; rows that lag are brought up to date."""
+    def catch_up(self, purpose: str) -> None:
+        """Bring rows that lag up to date, for whom all centres are read; the purpose is a part of the rounding's seed."""
         self._beside.wait()
         if self._decay is not None:
-            self._begin_noise("all rows", self._number)
+            self._begin_noise(purpose, self._number)
             self._decay.catch_up_all(self.centre_store, self.chunk)
+
+    @torch.no_grad()
+    def shard_state(self) -> dict[str, Tensor]:
+        """Return this rank's rows by name, (num_slots, ...) each, in slot order; rows that lag are brought up to date."""
+        self.catch_up("all rows")
         rows = {**self.centre_store.tensors, "inverse_norms": self.centre_store.inverse_norms}
         if not self.config.has_second_moment:
             rows.pop("updates", None)  # says only how far rows lag, which is nothing now

@@ -140,6 +140,8 @@ def test_initial_centre_depends_on_the_class_and_not_on_the_shard():
 def test_fewer_classes_than_ranks_is_an_error():
     with pytest.raises(ValueError, match="2 classes cannot be shared by 3"):
         PartialFC(_margin("cosface"), 2, D, rank=0, world_size=3)
+    with pytest.raises(ValueError, match="CosFace needs two classes or more"):
+        PartialFC(_margin("cosface"), 1, D)
 
 
 def test_calls_out_of_turn_are_errors():

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from waiting import Syncs
 
 from losses import build_margin
-from partial_fc import HeadConfig, PartialFC
+from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.memory import HeadMemory
 from partial_fc.sampling import neighbour_search
 from partial_fc.sampling import neighbour_search as inverted_lists
@@ -114,6 +114,32 @@ def _compare_ranks(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_graph_is_the_same_on_any_ranks_and_the_exact_one_that_of_numpy(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_compare_ranks, world_size)
+
+
+def test_centres_that_lag_are_brought_up_to_date_before_a_search():
+    def after_steps(saves: bool) -> PartialFC:
+        more = {"inactive_rows": "decay", "optimizer": RowSGD(0.9, 0.0), "chunk": 200}
+        head = _head(_families(), "exact", **more)
+        for step in range(1, 11, 2):  # of which none rebuilds the graph
+            generator = torch.Generator().manual_seed(step)
+            head.begin_step(torch.randint(NUM_CLASSES, (1, 64), generator=generator), step)
+            head(torch.randn(64, D, generator=generator))
+            head.step(3.0)
+            if saves:
+                head.shard_state()
+        return head
+
+    head, up_to_date = after_steps(saves=False), after_steps(saves=True)
+    head.begin_step(torch.arange(4)[None], 12)
+    _check_exact(head, _graph(head).slots, up_to_date.centres)
+
+
+def test_a_stage_that_samples_begins_with_a_graph():
+    head = _head(_families(), "exact")
+    head.config = _graph(head).config = replace(head.config, neighbours_every=1000, rates=((0, 1.0), (3, 0.5)))
+    for step in range(4):
+        head.begin_step(torch.arange(4)[None], step)
+        assert bool((_graph(head).slots >= 0).all()) == (step == 3)
 
 
 def test_all_lists_searched_give_the_exact_graph():

@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from head_losses import CASES, Setting, compare_steps
 from loss_cases import ONE_REDUCTION, SUMS
 from loss_references import entropy_weights as reference_weights
+from rounding import rounding_bound
 from waiting import Syncs
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
+from partial_fc.centres.shard import slots_of_classes
 from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import PlainKernels
 from partial_fc.softmax.loss import entropy_weights
@@ -58,6 +61,26 @@ def test_what_a_head_does_besides_equals_the_reference(case: str, setting: str):
     if case in SUMS:  # no probabilities to bend
         chosen = chosen._replace(focal=0.0, smoothing=0.0)
     compare_steps(0, 1, case, chosen)
+
+
+@pytest.mark.parametrize("focal", [0.5, 1.0, 2.0])
+def test_samples_that_are_nearly_certain_have_the_gradient_of_the_focal_loss(focal: float):
+    dim, scale = 64, 40.0
+    head = PartialFC(build_margin("cosface", scale=scale, margin=0.2), 50, dim, config=HeadConfig(focal=focal))
+    labels = torch.arange(12)
+    centres = F.normalize(head.centres[slots_of_classes(np.arange(50), 50, 0)].double())
+    noise = 0.3 * F.normalize(torch.randn(12, dim, generator=torch.Generator().manual_seed(1)))
+    x = (centres[labels] + noise).float().requires_grad_()
+    head.begin_step(labels[None], 0)
+    head(x).backward()
+    exact = x.detach().double().requires_grad_()
+    logits = scale * (F.normalize(exact) @ centres.t() - 0.2 * F.one_hot(labels, 50))
+    target = logits.gather(1, labels[:, None])[:, 0]
+    apart = logits.masked_fill(F.one_hot(labels, 50).bool(), -torch.inf).logsumexp(1) - target
+    assert apart.min().item() > -28 and apart.max().item() < -14  # exp(apart) is lost beside t; its cube is a number of fp32
+    (F.softplus(apart) * torch.sigmoid(apart) ** focal).mean().backward()
+    errors = (x.grad.double() - exact.grad).norm(dim=1) / exact.grad.norm(dim=1)
+    assert float(errors.max()) < (1 + focal) * scale * rounding_bound(torch.float32, dim)
 
 
 @pytest.mark.parametrize("case", ["cosface", "arcface", "magface", "adaptiveface"])

@@ -154,6 +154,24 @@ def _soft(rank: int, world_size: int, parts: int, storage: str, embeddings: Tens
     assert float((given.grad.double() - dense.grad)[own].norm()) < bound * float(dense.grad.norm())
 
 
+def test_the_logits_are_of_centres_that_are_up_to_date():
+    values = []
+    for saves in (False, True):
+        config = HeadConfig(0.2, RowSGD(0.9, 0.0), inactive_rows="decay")
+        head = PartialFC(build_margin("cosface", scale=SCALE, margin=0.2), CLASSES, DIM, config=config)
+        generator = torch.Generator().manual_seed(4)
+        source = CentreSource("", CLASSES, DIM, lambda labels: torch.eye(CLASSES, DIM)[torch.from_numpy(labels)])
+        for step in range(5):
+            head.begin_step(torch.randint(CLASSES, (1, 2), generator=generator), step)
+            x = torch.randn(2, DIM, generator=generator)
+            values.append(float(SoftTargets(head, source, TEMPERATURE).loss(x, x.flip(0))) if step == 4 else 0.0)
+            head(x)
+            head.step(1.0)
+            if saves:
+                head.shard_state()
+    assert values[4] == pytest.approx(values[9], rel=SCALE * rounding_bound(torch.float32, CLASSES + DIM))
+
+
 def _all_soft(rank: int, world_size: int, parts: int) -> None:
     images, _, other = _data()
     matrix = torch.randn(CLASSES, OTHER, generator=torch.Generator().manual_seed(9), dtype=torch.float64)

@@ -14,7 +14,7 @@ import train
 from configs import load_config
 from scripts.eval import compare_runs
 from training.setup import build_schedules
-from utils.schedule import Schedule
+from utils.schedule import Schedule, steps_of
 
 PEAK, TOTAL = 0.4, 30
 
@@ -92,6 +92,11 @@ def test_epochs_and_steps_name_the_same_warm_up_and_milestones(tmp_path: Path):
         assert build_schedules(config, 40, 10.0) == (expected, expected)
     own = build_schedules(_config(tmp_path, "head.schedule=constant", "schedule.kind=cosine"), 40, 10.0)
     assert own == (Schedule("cosine", 0.1, 40), Schedule("constant", 0.1, 40))
+
+
+def test_epochs_are_whole_batches_also_where_their_product_is_rounded():
+    assert [steps_of(epochs / 100, 1600, 16) for epochs in range(1, 300)] == list(range(1, 300))
+    assert [steps_of(epochs, 30, 4) for epochs in (0.1, 1, 2.5, 4)] == [1, 7, 18, 30]
 
 
 def test_milestones_of_one_step_are_refused(tmp_path: Path):

@@ -29,7 +29,7 @@ from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
 from utils.precision import agreed_precision, set_tf32, slow_precision
 from utils.randomness import derive
-from utils.schedule import Schedule
+from utils.schedule import Schedule, steps_of
 from utils.text import first_line, prefix_errors
 
 from .compatible import old_network
@@ -117,7 +117,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     require_equal(old, world, "compatible.path must be the same checkpoint for all processes; copy it again")
     batch_size, num_images = config.train.batch_size, sum(task.dataset.num_images for task in tasks)
     facts = {"run_signature": {**signature_of(config, tasks, prints, teacher), **old}, "config": settled}
-    total_steps = config.train.max_steps or max(1, int(config.train.epochs * num_images / batch_size))
+    total_steps = config.train.max_steps or steps_of(config.train.epochs, num_images, batch_size)
     with raise_on_all_ranks(world):
         schedules = build_schedules(config, total_steps, num_images / batch_size)
     folder = Path(config.run.output) / config.run.name

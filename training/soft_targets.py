@@ -54,6 +54,7 @@ class SoftTargets:
     def _compute(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and its gradient (b, D) with respect to unit embeddings."""
         ranks = self._head.collectives
+        self._head.catch_up("soft targets")
         rows, taught = ranks.all_gather(student), ranks.all_gather(teacher)
         factor = self._head.margin.scale / self._temperature
         own, others = self._log_sum(rows, self._own), self._log_sum(taught, self._taught)

@@ -6,6 +6,11 @@ from typing import NamedTuple
 SCHEDULES = ("poly", "cosine", "step", "constant")
 
 
+def steps_of(epochs: float, num_images: int, batch_size: int) -> int:
+    """Return the optimizer steps, 1 at least, of so many epochs: whole batches, where 0.29 epochs of 100 batches are 29."""
+    return max(1, int(epochs * num_images / batch_size + 1e-6))
+
+
 class Schedule(NamedTuple):
     """A linear warm-up, then one of four curves. With t from 0 after the warm-up to 1 at total_steps, the rate is
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from utils.schedule import steps_of
 from utils.text import one_line
 
 Facts = list[tuple[str, str]]
@@ -132,7 +133,7 @@ def planned_steps(config: Config, signature: Mapping[str, Any]) -> int | None:
     if type(most) is int and most > 0:
         return int(most)
     if type(images) is int and type(batch) is int and batch and type(epochs) in (int, float) and 0 < epochs < 1e9:
-        return max(1, int(epochs * images / batch))
+        return steps_of(epochs, images, batch)
     return None
 
 

@@ -273,8 +273,11 @@ class NeighbourGraph:
         self._on_host: np.ndarray | None = None  # a copy of the slots, so that no draw waits for the device
 
     def is_due(self, step: int) -> bool:
-        """Return whether to rebuild the graph before this optimizer step; never before the first, as all centres are random."""
-        return step > 0 and step % self.config.neighbours_every == 0
+        """Return whether to rebuild the graph before this optimizer step, of a sample rate below 1.
+
+        Also where a stage of rate 1, which needs no graph, has ended; never before the first step, as all centres are random.
+        """
+        return step > 0 and (step % self.config.neighbours_every == 0 or self.config.rate_at(step - 1) == 1)
 
     def loaded(self) -> None:
         """Note that the slots were filled from a checkpoint."""

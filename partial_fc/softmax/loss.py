@@ -75,7 +75,9 @@ class SampleLosses(NamedTuple):
 
 
 def check_loss(margin: "Margin", config: HeadConfig, num_classes: int) -> None:
-    """Raise ValueError if the loss is to be bent or weighted in a way that this margin and head do not have."""
+    """Raise ValueError if there is nothing to learn, or the loss is bent or weighted as margin and head cannot."""
+    if num_classes == 1 and margin.link != "sum":
+        raise ValueError(f"head: {type(margin).__name__} needs two classes or more: of one alone the softmax is always 1")
     for key, value in (("focal", config.focal), ("label_smoothing", config.label_smoothing)):
         if value and margin.link == "sum":
             raise ValueError(
@@ -156,7 +158,7 @@ def sample_losses(
 def _bent(sums: GlobalSums, lse: Tensor, t: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return (loss of each sample, dloss/dt, A, S) with focal factor and label smoothing."""
     g, e, count = config.focal, config.label_smoothing, len(t)
-    loss, q = lse - t, torch.exp(sums.log_z - lse)
+    loss, q = F.softplus(sums.log_z - t), torch.exp(sums.log_z - lse)  # lse - t would cancel, and with it a part of A
     share: float | Tensor = 0.0
     if sums.spread is not None:
         negatives, logits = sums.spread
