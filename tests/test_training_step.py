@@ -27,7 +27,7 @@ SAMPLES, DIM = 12, 5
 
 
 def _gradient(world: World, rank: int, world_size: int, loss_scale: float, accumulation: int) -> tuple[float, torch.Tensor]:
-    """Return the loss and the gradient of a linear layer, from a term over all ranks and one of a rank's own samples."""
+    """Return the loss and the gradient of a linear layer, from two terms over all ranks."""
     torch.manual_seed(0)
     images, layer = torch.randn(SAMPLES, DIM), nn.Linear(DIM, 1)
     model = distributed.as_data_parallel(layer, world)
@@ -36,8 +36,9 @@ def _gradient(world: World, rank: int, world_size: int, loss_scale: float, accum
         begin = (micro_step * world_size + rank) * share
         with distributed.gradients_shared(model, now=micro_step == accumulation - 1):
             out = model(images[begin : begin + share])
-            head = (out**2).sum() / (share * world_size)  # this rank's part of a mean over the global micro-batch
-            terms = [LossTerm("head", head, True), LossTerm("penalty", out.abs().mean(), False, weight=0.3)]
+            # this rank's part of means over the global micro-batch
+            head, penalty = ((each.sum() / (share * world_size)) for each in (out**2, out.abs()))
+            terms = [LossTerm("head", head), LossTerm("penalty", penalty, weight=0.3)]
             values = backward(terms, world_size, loss_scale, accumulation)
             loss += (values["head"] + 0.3 * values["penalty"]) / accumulation
     assert layer.weight.grad is not None
@@ -54,17 +55,15 @@ def _compare(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_terms_over_all_ranks_and_of_each_rank_add_up_to_the_gradient_of_the_whole_batch(
-    run_ranks: Callable[..., None], world_size: int
-):
+def test_terms_of_all_ranks_add_up_to_the_gradient_of_the_whole_batch(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_compare, world_size)
 
 
 def test_the_gradient_is_that_of_the_weighted_sum_and_an_empty_loss_is_refused():
     weight = torch.ones(1, requires_grad=True)
-    terms = [LossTerm("a", 2 * weight.sum(), True), LossTerm("b", 3 * weight.sum(), False, weight=0.5)]
+    terms = [LossTerm("a", 2 * weight.sum()), LossTerm("b", 3 * weight.sum(), weight=0.5)]
     assert backward(terms, 4) == {"a": 2.0, "b": 3.0}
-    assert weight.grad is not None and float(weight.grad) == 2 * 4 + 1.5  # the mean of DDP over 4 ranks makes it 2 + 1.5 / 4
+    assert weight.grad is not None and float(weight.grad) == 4 * (2 + 1.5)  # the mean of DDP over 4 ranks makes it 2 + 1.5
     with pytest.raises(AssertionError, match="at least one term"):
         backward([], 1)
 

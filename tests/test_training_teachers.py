@@ -108,7 +108,7 @@ def _compare(rank: int, world_size: int, accumulation: int) -> None:
             rows = slice(begin := (micro_step * world_size + rank) * share, begin + share)
             with distributed.gradients_shared(model, now=micro_step == accumulation - 1):
                 losses = teacher.compare(model(images[rows].float()), taught[rows].float(), Collectives(world_size))
-                terms = [LossTerm(name, value, over_all_ranks=True, weight=weight) for name, (value, weight) in losses.items()]
+                terms = [LossTerm(name, value, weight=weight) for name, (value, weight) in losses.items()]
                 found += 3 * float(backward(terms, world_size, 1.0, accumulation)[name]) / accumulation
         gradient, exact = layer.weight.grad, dense.weight.grad
         assert gradient is not None and exact is not None

@@ -65,7 +65,7 @@ def _compare(rank: int, world_size: int, accumulation: int) -> None:
         rows = slice(begin := (micro_step * world_size + rank) * share, begin + share)
         with distributed.gradients_shared(model, now=micro_step == accumulation - 1):
             loss = topology_loss(images[rows], model(given[rows].float()), rank, Collectives(world_size))
-            losses = backward([LossTerm("", loss, over_all_ranks=True)], world_size, 1.0, accumulation)
+            losses = backward([LossTerm("", loss)], world_size, 1.0, accumulation)
             found += float(losses[""]) / accumulation
     gradient, exact = layer.weight.grad, dense.weight.grad
     assert gradient is not None and exact is not None

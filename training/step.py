@@ -4,8 +4,9 @@ centres, and its numbers, which are read a step late so that the host never wait
 Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
 """
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,33 +35,25 @@ class LossTerm(NamedTuple):
 
     Args:
         name: for messages.
-        value: scalar, differentiable with respect to this rank's embeddings or weights.
-        over_all_ranks: whether its gradient here is already this rank's part of the gradient of the mean over the global batch,
-            as the head's is; otherwise `value` is a mean over this rank's samples. Such a one that is not finite must have a
-            gradient that is not: only the averages of gradients tell the other ranks.
+        value: scalar, whose gradient with respect to this rank's embeddings or weights is this rank's part of the gradient of
+            the mean over the global batch, as the head's is.
         weight: factor.
     """
 
     name: str
     value: Tensor
-    over_all_ranks: bool
     weight: float = 1.0
 
 
 def backward(
-    terms: Iterable[LossTerm], world_size: int, loss_scale: float | Tensor = 1.0, accumulation: int = 1
+    terms: Sequence[LossTerm], world_size: int, loss_scale: float | Tensor = 1.0, accumulation: int = 1
 ) -> dict[str, Tensor]:
     """Run the backward pass of the weighted sum of terms, times loss_scale / accumulation; return the terms' values by name.
 
-    DDP takes the mean of the gradients over the ranks, which is right for means over a rank's own samples. What is a part of
-    the gradient of a global mean has to be summed over the ranks: times world_size cancels the mean.
+    DDP takes the mean of the gradients over the ranks, of which this is the sum: times world_size cancels the mean.
     """
-    total: Tensor | None = None
-    terms = list(terms)
-    for term in terms:
-        scale = term.weight * ((world_size if term.over_all_ranks else 1) / accumulation)
-        total = term.value * scale if total is None else total + term.value * scale
-    assert total is not None, "a loss has at least one term"
+    assert terms, "a loss has at least one term"
+    total = functools.reduce(torch.add, [term.value * (term.weight * (world_size / accumulation)) for term in terms])
     (total * loss_scale if isinstance(loss_scale, Tensor) or loss_scale != 1 else total).backward()
     return {term.name: term.value.detach() for term in terms}
 
@@ -162,24 +155,24 @@ def forward_backward(
             terms = []
             for task, given, part, kept in zip(tasks, embeddings, parts, outputs, strict=True):
                 head = model.heads[task.name]
-                terms.append(LossTerm(task.name, head(given, micro_step), over_all_ranks=True, weight=task.weight))
+                terms.append(LossTerm(task.name, head(given, micro_step), weight=task.weight))
                 if task.config.loss.topology:
                     loss = topology_loss(mirror(*part), given, head.rank, head.collectives)
                     weight = task.weight * task.config.loss.topology
-                    terms.append(LossTerm(f"{PREFIX}{task.name}", loss, over_all_ranks=True, weight=weight))
+                    terms.append(LossTerm(f"{PREFIX}{task.name}", loss, weight=weight))
                 kept.append(given.detach())
             if old is not None:
                 weight = tasks[0].weight * model.compatible_weight
-                terms.append(LossTerm(COMPATIBLE, old(embeddings[0], micro_step), over_all_ranks=True, weight=weight))
+                terms.append(LossTerm(COMPATIBLE, old(embeddings[0], micro_step), weight=weight))
             if teacher is not None and taught is not None:
                 ranks = model.heads[tasks[0].name].collectives
                 taught_losses = teacher.compare(torch.cat(list(embeddings)), taught, ranks)
                 for name, (value, weight) in taught_losses.items():
-                    terms.append(LossTerm(name, value, over_all_ranks=True, weight=weight))
+                    terms.append(LossTerm(name, value, weight=weight))
             if points is not None and found is not None:
                 error = landmark_error(found, points) / (found.numel() * world.world_size)
                 shared = SumOverRanks.apply(error, 1.0, model.heads[tasks[0].name].collectives)
-                terms.append(LossTerm(LANDMARKS, shared, over_all_ranks=True))
+                terms.append(LossTerm(LANDMARKS, shared))
             loss_scale = model.scaler.scale if model.scaler.enabled else 1.0
             values = backward(terms, world.world_size, loss_scale, accumulation)
         for term in terms:
