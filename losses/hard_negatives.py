@@ -65,11 +65,6 @@ class CurricularFace(ArcFace):
         """2 s: t is a mean of cosines, so c (t + c) is at most 2."""
         return 2.0 * self.scale
 
-    @property
-    def lowest_negative(self) -> float:
-        """-s, of a negative that is not hard: c (t + c) is -t^2 / 4 or more."""
-        return -self.scale
-
 
 class MVSoftmax(Margin):
     """Hard negatives count more from the first step.
@@ -114,11 +109,6 @@ class MVSoftmax(Margin):
     def logit_bound(self) -> float:
         """s (2 t + 1), of a hard negative with cosine 1."""
         return self.scale * (2.0 * self.t + 1.0)
-
-    @property
-    def lowest_negative(self) -> float:
-        """-s: hard negatives have larger logits than others."""
-        return -self.scale
 
 
 class NPCFace(Margin):
@@ -215,8 +205,3 @@ class ArcNegFace(ArcFace):
     def logit_bound(self) -> float:
         """s max(1, 2 alpha - 1): a weight is at most alpha, and w (c + 1) - 1 grows with both."""
         return self.scale * max(1.0, 2.0 * self.alpha - 1.0)
-
-    @property
-    def lowest_negative(self) -> float:
-        """-s: w (c + 1) is never negative."""
-        return -self.scale

@@ -249,8 +249,8 @@ class Margin(nn.Module):
 
     @property
     def lowest_negative(self) -> float:
-        """A lower bound of the logits of the negatives."""
-        return -self.logit_bound
+        """A lower bound of the logits of the negatives: s times a cosine of -1, where no subclass has another."""
+        return -self.scale if math.isfinite(self.logit_bound) else -math.inf
 
     @property
     def linear_negatives(self) -> bool:
