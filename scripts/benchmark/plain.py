@@ -45,10 +45,8 @@ class PlainHead:
 
     def step(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Forward, backward and update; return the gradient (b, D) of this rank's embeddings."""
-        own = embeddings.clone().requires_grad_()
-        everyone, labels = own, self.collectives.all_gather(labels)
-        if self.world_size > 1:
-            everyone = _Gather.apply(own, self.collectives)
+        everyone = self.collectives.all_gather(embeddings).detach().requires_grad_()
+        labels = self.collectives.all_gather(labels)
         here = (labels >= self.start) & (labels < self.start + len(self.weight))
         local = torch.where(here, labels - self.start, -1)
         weight: Tensor = self.weight
@@ -63,8 +61,8 @@ class PlainHead:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        assert own.grad is not None
-        return own.grad
+        assert everyone.grad is not None
+        return self.collectives.reduce_scatter(everyone.grad)
 
     def _tutorial(self, cosine: Tensor, local: Tensor) -> Tensor:
         sine = torch.sqrt((1.0 - cosine.pow(2)).clamp(0, 1))
@@ -112,19 +110,6 @@ class _JoinedCrossEntropy(torch.autograd.Function):
         rows = (labels >= 0).nonzero().squeeze(1)
         probability[rows, labels[rows]] -= 1.0
         return probability.mul_(grads[0] / len(probability)), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """(b, D) of each rank to (B, D) on all, and the sum of the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
-        return collectives.all_gather(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.reduce_scatter(grads[0].contiguous()), None
 
 
 class PlainTraining:
