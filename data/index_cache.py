@@ -1,7 +1,7 @@
 """Caches the index of a large set in a file that all processes of a machine map, so that the set is parsed only once.
 
-    file = "faceindex" and version, xxh3_128 of all that follows, length of the JSON u64, JSON, arrays at multiples of 64 bytes;
-           little-endian
+    file = "faceindex" and version, xxh3_128 of all that follows, length of the JSON u64, JSON, then each array at the next
+           multiple of 64 bytes; little-endian
 
 Each opening reads the file once and verifies the checksum, since a run would silently train on changed labels. The JSON holds
 the size and modification time of each source file, so a changed set is parsed again. The arrays are memory maps: processes that
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-_MAGIC = b"faceindex 2\n"
+_MAGIC = b"faceindex 3\n"
 _DIGEST = 16  # bytes
 _BLOCK = 1 << 24  # bytes hashed at once
 _ALIGN = 64
@@ -107,15 +107,16 @@ def read_cache(
             header = json.loads(file.read(length))
             if header["stamp"] != wanted or list(header["arrays"]) != list(names):
                 return None
-            if header["size"] != size or _digest_from(file, len(_MAGIC) + _DIGEST) != digest:
+            arrays, end = dict[str, np.ndarray](), file.tell()
+            if _digest_from(file, len(_MAGIC) + _DIGEST) != digest:
                 raise ValueError
-            arrays: Arrays = {}
-            for name, (kind, count, begin) in header["arrays"].items():
+            for name, (kind, count) in header["arrays"].items():
                 if np.dtype(kind).kind not in "iu":
                     raise ValueError
-                mapped = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
+                mapped = np.memmap(file, dtype=kind, mode="r", offset=_aligned(end), shape=(count,))
                 arrays[name] = mapped.view(np.ndarray)  # np.memmap takes several times as long to read one entry
-            if not is_sound(header["facts"], arrays):
+                end = _aligned(end) + mapped.nbytes
+            if end != size or not is_sound(header["facts"], arrays):
                 raise ValueError
             return header["facts"], arrays
     except OSError:
@@ -136,21 +137,16 @@ def _digest_from(file: BinaryIO, begin: int) -> bytes:
 def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> None:
     """Write a cache under a temporary name, and rename it when it is complete. Raises OSError if the folder is not writable."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table: dict[str, tuple[str, int, int]] = {}
-    begin = _first_array(wanted, facts, arrays)
-    for name, values in arrays.items():
-        table[name] = (values.dtype.str, len(values), begin)
-        begin = _aligned(begin + values.nbytes)
-    header = json.dumps({"stamp": wanted, "facts": facts, "arrays": table, "size": begin}).encode()
+    table = {name: (values.dtype.str, len(values)) for name, values in arrays.items()}
+    header = json.dumps({"stamp": wanted, "facts": facts, "arrays": table}).encode()
     # a random name, because several processes may write at once; mkstemp would set the mode 0600
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(unfinished, "x+b") as file:
             file.write(_MAGIC + bytes(_DIGEST) + len(header).to_bytes(8, "little") + header)
-            for name, values in arrays.items():
-                file.seek(table[name][2])
+            for values in arrays.values():
+                file.write(bytes(_aligned(file.tell()) - file.tell()))
                 values.tofile(file)
-            file.truncate(begin)
             digest = _digest_from(file, len(_MAGIC) + _DIGEST)
             file.seek(len(_MAGIC))
             file.write(digest)
@@ -158,13 +154,6 @@ def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-def _first_array(wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the offset of the first array, which leaves room for a header with the largest possible numbers."""
-    widest = {name: [values.dtype.str, 1 << 62, 1 << 62] for name, values in arrays.items()}
-    header = json.dumps({"stamp": wanted, "facts": facts, "arrays": widest, "size": 1 << 62}).encode()
-    return _aligned(len(_MAGIC) + _DIGEST + 8 + len(header))
 
 
 def _aligned(offset: int) -> int:
