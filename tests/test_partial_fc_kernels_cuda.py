@@ -68,7 +68,7 @@ class Compiled:
             assert code[:4] == b"\\x7fELF"
             done.append([self.kernel.__name__, capability, before])
 
-for name in ("exp_mask_sum_kernel", "negatives_kernel", "sgd_kernel", "adamw_kernel"):
+for name in ("exp_mask_sum_kernel", "negatives_kernel", "update_kernel"):
     setattr(cuda, name, Compiled(getattr(cuda, name)))
 fused.product_exp_kernel = Compiled(fused.product_exp_kernel)
 workspace = Workspace(torch.device("cpu"), 0)
@@ -116,7 +116,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    forms = dict(exp_mask_sum_kernel=2, product_exp_kernel=3, negatives_kernel=len(KINDS) + 2, sgd_kernel=5, adamw_kernel=4)
+    forms = dict(exp_mask_sum_kernel=2, product_exp_kernel=3, negatives_kernel=len(KINDS) + 2, update_kernel=9)
     for name, count in forms.items():
         assert {capability for kernel, capability, _ in compiled if kernel == name} == {80, 90, 100}
         assert {form for kernel, _, form in compiled if kernel == name} == set(range(count))

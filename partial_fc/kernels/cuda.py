@@ -11,7 +11,7 @@ from ..centres.store import CentreStore
 from ..workspace import Workspace
 from .fused import exponentials_of_product
 from .plain import LONGEST_ROW, CentreGradient, PlainKernels, Tile
-from .triton import CLASSES, SAMPLES, SUMS, TILES, adamw_kernel, exp_mask_sum_kernel, negatives_kernel, sgd_kernel
+from .triton import CLASSES, SAMPLES, SUMS, TILES, exp_mask_sum_kernel, negatives_kernel, update_kernel
 
 
 class TritonKernels(PlainKernels):
@@ -60,25 +60,21 @@ class TritonKernels(PlainKernels):
             return
         index, start = (select, 0) if isinstance(select, Tensor) else (None, select.start)
         flag = torch.ones(1, device=rows.device) if apply is None else apply
-        centres, momentum = tensors["centres"], tensors["momentum"]
-        rounded = (centres, momentum, tensors.get("centres_scale"), tensors.get("momentum_scale"))
-        given = (rows, class_index, sample_index, values, len(class_index), inverse_norms, index, flag)
-        numbers = (start, seed & (2**63 - 1), float(lr))
-        with torch.cuda.device_of(centres):
-            if isinstance(optimizer, RowSGD):
-                factors = (float(optimizer.momentum), float(optimizer.weight_decay))
-                shape = (centres.shape[1], block, optimizer.nesterov)
-                sgd_kernel[(len(rows),)](*rounded, *given, *numbers, *factors, *shape, num_warps=warps)
-                if "updates" in tensors:
-                    tensors["updates"][select] += 1
-                return
+        centres, nesterov = tensors["centres"], isinstance(optimizer, RowSGD) and optimizer.nesterov
+        factors: tuple[float, ...]
+        if isinstance(optimizer, RowSGD):
+            factors = (optimizer.momentum, optimizer.weight_decay, *[0.0] * 5)
+        else:
             beta1, beta2, eps, weight_decay = optimizer
             # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
             logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
-            adamw_kernel[(len(rows),)](
-                *(*rounded, tensors["variance"], tensors["updates"], *given, *numbers),
-                *(1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(eps), 1.0 - lr * weight_decay),
-                *(centres.shape[1], block),
+            factors = (1.0 - beta1, 1.0 - lr * weight_decay, beta2, 1.0 - beta2, *logs, eps)
+        stored = ("centres", "momentum", "centres_scale", "momentum_scale", "variance", "updates")
+        with torch.cuda.device_of(centres):
+            update_kernel[(len(rows),)](
+                *map(tensors.get, stored),
+                *(rows, class_index, sample_index, values, len(class_index), inverse_norms, index, flag),
+                *(start, seed & (2**63 - 1), float(lr), *map(float, factors), centres.shape[1], block, nesterov),
                 num_warps=warps,
             )
 

@@ -4,7 +4,7 @@ The same arithmetic as the plain torch code in plain.py. With w a centre, v = 1 
 
     exp_mask_sum_kernel       PlainKernels.exponentials
     negatives_kernel          PlainKernels.weights and maxima: any other function of the cosine (losses/negatives.py)
-    sgd_kernel, adamw_kernel  PlainKernels.update_rows; row_optimizer.py has the formulas
+    update_kernel             PlainKernels.update_rows; row_optimizer.py has the formulas
 
 Formats narrower than fp32 are rounded stochastically, so that a stored number is right on average (see centres/store.py).
 The noise is Philox of (seed, row, column), whatever rows are updated with it; the head counts its chunks into the seed.
@@ -223,41 +223,15 @@ def _arcsine(x):
 
 
 @triton.jit(do_not_specialize=["class_index", "sample_index", "num_targets", "start", "seed"])
-def sgd_kernel(
-    centres, momentum, centre_scale, scale, gradient, class_index, sample_index, values, num_targets, inverse_norms, index,
-    apply, start, seed, lr, factor, decay, dim, block: tl.constexpr, nesterov: tl.constexpr
-):  # fmt: skip
-    """Take one step of SGD with the centre of this program."""
-    if tl.load(apply) != 0:
-        columns = tl.arange(0, block)
-        mask = columns < dim
-        row = _row_number(index, start)
-        places = row * dim + columns
-        w = tl.load(centres + places, mask=mask, other=0.0).to(tl.float32)
-        m = _load_momentum(momentum, scale, row, places, mask)
-        v = tl.load(inverse_norms + row)
-        g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
-        w, m, v, g = _with_scale(momentum, centre_scale, scale, row, places, mask, w, m, v, g)
-        if nesterov:
-            full = _gradient_of_centre(g, v, w) + decay * w
-            m = factor * m + full
-            w = w - lr * (full + factor * m)
-        else:
-            m = factor * m + _gradient_of_centre(g, v, w) + decay * w
-            w = w - lr * m
-        noise = _random_bits(seed, row, 0, block)
-        carry = lr * factor / (1.0 - factor) * (factor if nesterov else 1.0)
-        w = _store_momentum(momentum, centre_scale, scale, row, places, mask, w, m, noise, carry)
-        _store_centre(centres, inverse_norms, row, places, mask, w, noise & 0xFFFF)
-
-
-@triton.jit(do_not_specialize=["class_index", "sample_index", "num_targets", "start", "seed"])
-def adamw_kernel(
+def update_kernel(
     centres, momentum, centre_scale, scale, variance, updates, gradient, class_index, sample_index, values, num_targets,
-    inverse_norms, index, apply, start, seed, lr, rate1, beta2, rate2, log_beta1, log_beta2, eps, keep, dim,
-    block: tl.constexpr
+    inverse_norms, index, apply, start, seed, lr, rate1, decay, beta2, rate2, log_beta1, log_beta2, eps, dim,
+    block: tl.constexpr, nesterov: tl.constexpr
 ):  # fmt: skip
-    """Take one step of AdamW with the centre of this program."""
+    """Take one step with the centre of this program: of AdamW, or of SGD if variance is None.
+
+    Of SGD rate1 is the momentum and decay is added to the gradient. Of AdamW rate1 is 1 - beta1 and decay is a factor.
+    """
     if tl.load(apply) != 0:
         columns = tl.arange(0, block)
         mask = columns < dim
@@ -265,21 +239,36 @@ def adamw_kernel(
         places = row * dim + columns
         w = tl.load(centres + places, mask=mask, other=0.0).to(tl.float32)
         m = _load_momentum(momentum, scale, row, places, mask)
-        s = tl.load(variance + places, mask=mask, other=0.0).to(tl.float32)
-        count = tl.load(updates + row) + 1
+        if variance is not None:
+            s = tl.load(variance + places, mask=mask, other=0.0).to(tl.float32)
+        if updates is not None:
+            count = tl.load(updates + row) + 1
         v = tl.load(inverse_norms + row)
         g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
         w, m, v, g = _with_scale(momentum, centre_scale, scale, row, places, mask, w, m, v, g)
         full = _gradient_of_centre(g, v, w)
-        m = m + rate1 * (full - m)
-        s = beta2 * s + rate2 * full * full
-        spread = tl.sqrt(s / _one_minus_power(log_beta2, count)) + eps
-        w = keep * w - lr / _one_minus_power(log_beta1, count) * m / spread
+        carry = 0.0
+        if variance is not None:
+            m = m + rate1 * (full - m)
+            s = beta2 * s + rate2 * full * full
+            spread = tl.sqrt(s / _one_minus_power(log_beta2, count)) + eps
+            w = decay * w - lr / _one_minus_power(log_beta1, count) * m / spread
+        elif nesterov:
+            full = full + decay * w
+            m = rate1 * m + full
+            w = w - lr * (full + rate1 * m)
+            carry = lr * rate1 / (1.0 - rate1) * rate1
+        else:
+            m = rate1 * m + full + decay * w
+            w = w - lr * m
+            carry = lr * rate1 / (1.0 - rate1)
         noise = _random_bits(seed, row, 0, block)
-        _store(variance, places, mask, s, _random_bits(seed, row, 1, block) & 0xFFFF)
-        w = _store_momentum(momentum, centre_scale, scale, row, places, mask, w, m, noise, 0.0)
+        if variance is not None:
+            _store(variance, places, mask, s, _random_bits(seed, row, 1, block) & 0xFFFF)
+        w = _store_momentum(momentum, centre_scale, scale, row, places, mask, w, m, noise, carry)
         _store_centre(centres, inverse_norms, row, places, mask, w, noise & 0xFFFF)
-        tl.store(updates + row, count)
+        if updates is not None:
+            tl.store(updates + row, count)
 
 
 @triton.jit
