@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..collectives import Collectives
 from .row_optimizer import RowAdamW, RowOptimizer
 
 if TYPE_CHECKING:  # parts do not import one another
@@ -34,7 +33,7 @@ class MarginNumbers:
     def __init__(
         self, margin: "Margin", num_slots: int, num_classes: int, dim: int, optimizer: RowOptimizer, device: torch.device
     ) -> None:
-        self.margin, self.num_classes, self.optimizer = margin, num_classes, optimizer
+        self.num_classes, self.optimizer = num_classes, optimizer
         self.specs = dict(margin.class_numbers(dim))
         self.tensors = {
             name: torch.full((num_slots, *spec.shape), spec.first, dtype=torch.float32, device=device)
@@ -74,20 +73,6 @@ class MarginNumbers:
             row[samples] = self.tensors[name][rows]
         return given
 
-    def penalty(self) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return this shard's part () of what the loss has of all classes, and its gradient by name; None = nothing."""
-        return self.margin.class_penalty({name: self.tensors[name] for name in self.specs}, self.num_classes)
-
-    def collect(self, rows: Tensor, unit: Tensor, good: Tensor) -> None:
-        """Hand the unit embeddings (k, D) of samples of these rows (k,) to the margin."""
-        if self.specs:
-            self.margin.collect(self.tensors, rows, unit, good)
-
-    def refresh(self, step: int, good: Tensor, ranks: Collectives) -> None:
-        """Let the margin recompute numbers of all classes after optimizer step number `step`, counted from 1."""
-        if self.specs:
-            self.margin.refresh(self.tensors, step, good, ranks)
-
     @torch.no_grad()
     def update(self, gradients: Mapping[str, Tensor], lr: float, good: Tensor) -> None:
         """Update all trained numbers from their gradients, unless good, () bool, is False."""
@@ -116,19 +101,13 @@ class MarginNumbers:
             _keep(value, new, good)
 
     def summed_by_row(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Return (n,) the sums of values (k,) by row (k,)."""
+        """Return (n,) the sums of values (k,) by row (k,), in a fixed order.
+
+        index_add_ has no fixed order on CUDA, so a run that resumes would not get the same bits.
+        """
         total = torch.zeros(len(next(iter(self.tensors.values()))), device=values.device)
-        total[rows] = same_row_sums(rows, values)
+        total[rows] = (rows[:, None] == rows[None]).to(values.dtype) @ values  # of each sample those with its row
         return total
-
-
-def same_row_sums(rows: Tensor, values: Tensor) -> Tensor:
-    """Return for each sample the sum of the values (k, ...) of all samples with the same row (k,), in a fixed order.
-
-    index_add_ has no fixed order on CUDA, so a run that resumes would not get the same bits.
-    """
-    same = (rows[:, None] == rows[None]).to(values.dtype)
-    return same @ values
 
 
 def _keep(target: Tensor, value: Tensor, good: Tensor) -> None:

@@ -102,15 +102,16 @@ class Forward:
         share = 1.0 / len(step.pulls)
         self.numbers.update({name: gradient * share for name, gradient in step.gradients.items()}, lr, good)
         for pull, here, rows in zip(step.pulls, step.plan.owners, step.plan.local, strict=True):
-            self.numbers.collect(rows, pull.batch.unit[here], good)
-        self.numbers.refresh(step.plan.labels.step + 1, good, self.collectives)
+            self.margin.collect(self.numbers.tensors, rows, pull.batch.unit[here], good)
+        self.margin.refresh(self.numbers.tensors, step.plan.labels.step + 1, good, self.collectives)
 
     def _observe(self, norm: Tensor, seed: int, cosine: Tensor, numbers: Tensor) -> State:
         return self.margin.observe(cosine, norm, seed, dict(zip(self.numbers.scalars, numbers, strict=False)))
 
     def _class_rows(self, step: Step, here: Tensor, rows: Tensor, count: int) -> Tensor:
         """Return (k, B) numbers of the samples' classes, and, if the loss has it, a row of its part of all classes."""
-        if not step.pulls and (penalty := self.numbers.penalty()) is not None:
+        penalty = None if step.pulls else self.margin.class_penalty(self.numbers.tensors, self.numbers.num_classes)
+        if penalty is not None:
             step.class_penalties.append(penalty)
         given = self.numbers.by_sample(here, rows, count)
         return torch.cat([given, *(value.expand(1, count) for value, _ in step.class_penalties)])
