@@ -143,35 +143,22 @@ def _stage(number: int, before: int, channels: int, heads: int, gamma: float) ->
     return nn.Sequential(OrderedDict(downsample=downsample, blocks=blocks))
 
 
-class Head(nn.Module):
-    """Layer normalisation of the mean over all places, dropout and a linear layer."""
-
-    def __init__(self, channels: int, embedding_size: int, dropout: float, gamma: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(channels, eps=_EPS)
-        self.dropout = nn.Dropout(dropout)
-        self.fc = _low_rank(channels, embedding_size, gamma)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (b, D) from (b, c, h, w)."""
-        return self.fc(self.dropout(self.norm(x.mean((2, 3)))))
-
-
 class EdgeNeXt(nn.Module):
-    """A stem that takes patches of 4 x 4 pixels, four stages, and the head."""
+    """A stem that takes patches of 4 x 4 pixels, four stages, and a linear layer of the mean over all places."""
 
     def __init__(self, channels: Sequence[int], heads: int, embedding_size: int, dropout: float, gamma: float) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, channels[0], 4, stride=4), LayerNorm2d(channels[0], eps=_EPS))
         before = [channels[0], *channels]
         self.stages = nn.Sequential(*(_stage(k, before[k], count, heads, gamma) for k, count in enumerate(channels)))
-        self.head = Head(channels[-1], embedding_size, dropout, gamma)
+        norm, fc = nn.LayerNorm(channels[-1], eps=_EPS), _low_rank(channels[-1], embedding_size, gamma)
+        self.head = nn.Sequential(OrderedDict(norm=norm, dropout=nn.Dropout(dropout), fc=fc))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, D) from (b, 3, H, W)."""
         x = self.stages(self.stem(images))  # (b, 192, 3, 3) for edgeface_xs and images of 112 x 112
         with autocast_off(x.device.type):
-            return self.head(x.to(self.head.norm.weight.dtype))
+            return self.head(x.to(self.head[0].weight.dtype).mean((2, 3)))
 
 
 class EdgeFace(nn.Module):

@@ -121,7 +121,7 @@ class KeypointTransformer(VisionTransformer):
             images = images.to(self.pos_embed.dtype)
             found = self.landmarks(images)
             used = found if landmarks is None else torch.where(landmarks.isnan(), found, landmarks)
-            x = self.patch_embed(images) + self.pos_embed  # (b, N, C)
+            x = self.patch_embed(images).transpose(1, 2) + self.pos_embed  # (b, N, C)
             away = F.pad((self.places - used.detach()[:, None]).flatten(2), (0, 1), value=1.0)
             linear = torch.cat([self.keypoint_linear.weight, self.keypoint_linear.bias[:, None]], dim=1)
             tables = linear.view(len(self.blocks), self.heads, _SIDE**2, 11)

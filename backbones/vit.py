@@ -8,6 +8,7 @@ Shapes: b = images of this rank, S = image_size, 112 unless said otherwise, N = 
 n = tokens that are not masked, C = numbers per token, D = embedding size.
 """
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -45,18 +46,6 @@ def draw_kept(count: int, num_kept: int, num_tokens: int, device: torch.device) 
     return torch.rand(count, num_tokens, device=device).argsort(dim=1)[:, :num_kept]
 
 
-class PatchEmbedding(nn.Module):
-    """A linear map of each patch."""
-
-    def __init__(self, dim: int, patch: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, dim, patch, stride=patch)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return (b, N, C) from (b, 3, S, S)."""
-        return self.proj(images).flatten(2).transpose(1, 2)
-
-
 class Attention(nn.Module):
     """Self-attention of several heads. Its kernels compute softmax and sums in fp32, also of 16-bit inputs."""
 
@@ -72,19 +61,6 @@ class Attention(nn.Module):
         found = F.scaled_dot_product_attention(q, k, v, bias)
         # torch.onnx keeps a view that only the strides of this machine's kernel with a bias allow
         return self.proj(found.transpose(1, 2).flatten(2) if bias is None else torch.cat(found.unbind(1), dim=-1))
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with ReLU6 between them."""
-
-    def __init__(self, dim: int, times: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, times * dim)
-        self.fc2 = nn.Linear(times * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (b, n, C) from (b, n, C)."""
-        return self.fc2(F.relu6(self.fc1(x)))
 
 
 class DropPath(nn.Module):
@@ -116,7 +92,8 @@ class TransformerBlock(CheckpointedBlock):
         self.norm2 = nn.LayerNorm(dim)  # here, because the order of the parameters numbers the states of optimizers
         self.attn = Attention(dim, heads)
         self.drop_path = DropPath(drop_path)
-        self.mlp = FeedForward(dim, times)
+        layers = OrderedDict(fc1=nn.Linear(dim, times * dim), relu=nn.ReLU6(), fc2=nn.Linear(times * dim, dim))
+        self.mlp = nn.Sequential(layers)
 
     def compute(self, x: Tensor, *bias: Tensor) -> Tensor:
         """Return (b, n, C) from (b, n, C); bias as in `Attention`."""
@@ -160,7 +137,7 @@ class VisionTransformer(nn.Module):
         self.num_kept = max(1, int(self.num_tokens * (1.0 - mask_ratio)))
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_tokens, dim))
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
-        self.patch_embed = PatchEmbedding(dim, form.patch)
+        self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Conv2d(3, dim, form.patch, stride=form.patch), flat=nn.Flatten(2)))
         drops = [drop_path * number / (form.depth - 1) for number in range(form.depth)]
         self.blocks = nn.ModuleList(self.block(dim, form.heads, form.times, drop) for drop in drops)
         self.norm = nn.LayerNorm(dim)
@@ -187,7 +164,7 @@ class VisionTransformer(nn.Module):
         if self.training and not masked:  # DDP waits for a gradient of every parameter
             positions = positions + 0.0 * self.mask_token
         with autocast_off(images.device.type):
-            x = self.patch_embed(images.to(positions.dtype)) + positions  # (b, N, C)
+            x = self.patch_embed(images.to(positions.dtype)).transpose(1, 2) + positions  # (b, N, C)
         if masked:
             kept = draw_kept(len(x), self.num_kept, self.num_tokens, x.device).unsqueeze(-1).expand(-1, -1, x.shape[2])
             x = x.gather(1, kept)  # (b, n, C)
