@@ -26,7 +26,7 @@ from tiny_runs import ROOT, descendants
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
 from scripts.launch import torchrun, train
-from scripts.launch.torchrun import keep_until_exit
+from scripts.launch.torchrun import agent_like
 from utils.checkpoint.format import list_checkpoints
 
 SLURM = ROOT / "scripts" / "launch" / "slurm.sbatch"
@@ -435,8 +435,7 @@ class _Agent:
 def test_the_end_of_torchrun_is_quiet_while_its_keep_alive_thread_works(monkeypatch: pytest.MonkeyPatch):
     said: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
-    kind = type("Agent", (_Agent,), {})
-    keep_until_exit(kind)
+    kind = agent_like(_Agent)
     agent = kind()
     agent.run()
     at_work, may_end, reference = agent.at_work, agent.may_end, weakref.ref(agent)

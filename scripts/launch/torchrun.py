@@ -22,16 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # `python FILE` puts this folder first
     from torch.distributed import DistError, run
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher import api
 
     if {"-h", "--help"} & set(arguments[:1]):
         print(__doc__)
-    give_up_on_user_errors(LocalElasticAgent)
-    keep_until_exit(LocalElasticAgent)
-    kill_at_second_interrupt(LocalElasticAgent)
+    api.LocalElasticAgent = agent_like(api.LocalElasticAgent)  # type: ignore[misc]
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -64,47 +62,36 @@ def can_forward_signals() -> bool:
     return any("--signals-to-handle" in action.option_strings for action in run.get_args_parser()._actions)
 
 
-def give_up_on_user_errors(agent_class: Any) -> None:
-    """Make torchrun's agent restart nothing after a process has exited with status 78 (EX_CONFIG of sysexits.h)."""
-    look = agent_class._monitor_workers
+def agent_like(base: Any) -> Any:
+    """Return a class like torchrun's agent, which starts and watches the processes, but for three things.
 
-    def monitor(agent: Any, group: Any) -> Any:
-        result = look(agent, group)
-        if any(failure.exitcode == os.EX_CONFIG for failure in result.failures.values()):
-            agent._remaining_restarts = 0
-        return result
-
-    agent_class._monitor_workers = monitor
-
-
-def keep_until_exit(agent_class: Any) -> None:
-    """Keep every agent of torchrun alive until this process ends.
-
-    The agent's keep-alive thread holds a reference to it. If that is the last one, the thread deletes the agent, which joins
-    the keep-alive thread, that is, itself. That prints a traceback on stderr (torch 2.13).
+    - It restarts nothing after a process has exited with status 78 (EX_CONFIG of sysexits.h).
+    - It lives until this process ends. Its keep-alive thread holds a reference to it. If that is the last one, the thread
+      deletes the agent, which joins the keep-alive thread, that is, itself. That prints a traceback on stderr (torch 2.13).
+    - It kills the processes at a second Ctrl-C, and does not send SIGTERM then, after which they save.
     """
-    run, kept = agent_class.run, []
+    kept = []
 
-    def keep_and_run(agent: Any, *args: Any, **kwargs: Any) -> Any:
-        kept.append(agent)
-        return run(agent, *args, **kwargs)
+    class Agent(base):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            kept.append(self)
+            return super().run(*args, **kwargs)
 
-    agent_class.run = keep_and_run
+        def _monitor_workers(self, group: Any) -> Any:
+            result = super()._monitor_workers(group)
+            if any(failure.exitcode == os.EX_CONFIG for failure in result.failures.values()):
+                self._remaining_restarts = 0
+            return result
 
+        def _shutdown(self, death_sig: Any = signal.SIGTERM, **how: Any) -> None:
+            try:
+                super()._shutdown(death_sig, **how)
+            except BaseException as error:  # torch's handler has raised it, in the wait for the processes
+                if death_sig == signal.SIGINT == getattr(error, "sigval", None):
+                    super()._shutdown(signal.SIGKILL, **how)
+                raise
 
-def kill_at_second_interrupt(agent_class: Any) -> None:
-    """Make torchrun's agent kill the processes at a second Ctrl-C; it would send SIGTERM, after which they save."""
-    shut_down = agent_class._shutdown
-
-    def close(agent: Any, death_sig: Any = signal.SIGTERM, **how: Any) -> None:
-        try:
-            shut_down(agent, death_sig, **how)
-        except BaseException as error:  # torch's handler has raised it, in the wait for the processes
-            if death_sig == signal.SIGINT == getattr(error, "sigval", None):
-                shut_down(agent, signal.SIGKILL, **how)
-            raise
-
-    agent_class._shutdown = close
+    return Agent
 
 
 if __name__ == "__main__":
