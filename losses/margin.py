@@ -150,7 +150,7 @@ class Margin(nn.Module):
         return next((arguments for first, arguments in reversed(self.stages) if first <= step), {})
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return the state of a micro-batch that the other methods need.
+        """Return the state of a micro-batch that the other methods need, with the parameters, by name, if there are any.
 
         All micro-batches see the buffers of the last optimizer step.
 
@@ -160,7 +160,7 @@ class Margin(nn.Module):
             seed: for random numbers: equal on all ranks, different for each micro-batch of a run.
             of_class: by the names of `class_numbers` that have the shape (): the numbers (B,) of the samples' classes.
         """
-        return {}
+        return dict(self.named_parameters())
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return the function of the negatives for samples with these target cosines (B,) and norms (B,).

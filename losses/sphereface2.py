@@ -5,7 +5,6 @@ Shapes: B = samples, the global batch.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,10 +62,6 @@ class SphereFace2(Margin):
         else:
             first = math.log(2.0 * z / (1.0 - z + root)) - q if z < 1.0 else math.log((z - 1.0 + root) / 2.0) - p
         self.bias.fill_(first)
-
-    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return the bias ()."""
-        return {"bias": self.bias}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         cosine = at_least_float32(cosine)

@@ -5,7 +5,6 @@ Shapes: B = samples, the global batch.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,10 +44,6 @@ class UniFace(Margin):
     def prepare(self, num_classes: int, num_counted: int) -> None:
         """Set the first threshold."""
         self.threshold.fill_(math.log(10.0 * num_counted))
-
-    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return the threshold ()."""
-        return {"threshold": self.threshold}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         return self.scale * (at_least_float32(cosine) - self.share * self.margin) - state["threshold"]
