@@ -98,10 +98,7 @@ class CKernels(PlainKernels):
     words = "C kernels"
     reads_flag = True
 
-    def exponentials(self, tile: Tile, shift: float | Tensor, z_sum: Tensor) -> None:
-        if isinstance(shift, Tensor):
-            super().exponentials(tile, shift, z_sum)
-            return
+    def exponentials(self, tile: Tile, shift: float, z_sum: Tensor) -> None:
         products, inverse_norms, places, begin, limit = tile[:5]
         partial = self.workspace.buffer("partial", (torch.get_num_threads(), products.shape[1]), torch.float32)
         assert products.is_contiguous() and z_sum.is_contiguous() and places.is_contiguous()

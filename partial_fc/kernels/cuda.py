@@ -21,10 +21,7 @@ class TritonKernels(PlainKernels):
     words = "Triton kernels"
     reads_flag = True
 
-    def exponentials(self, tile: Tile, shift: float | Tensor, z_sum: Tensor) -> None:
-        if isinstance(shift, Tensor):
-            super().exponentials(tile, shift, z_sum)
-            return
+    def exponentials(self, tile: Tile, shift: float, z_sum: Tensor) -> None:
         products, inverse_norms, places, begin, limit = tile[:5]
         num_classes, num_samples = products.shape
         _check_tile(tile)

@@ -178,14 +178,14 @@ class PlainKernels:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
 
-    def exponentials(self, tile: Tile, shift: float | Tensor, z_sum: Tensor) -> None:
+    def exponentials(self, tile: Tile, shift: float, z_sum: Tensor) -> None:
         """Replace products (c, B) by E v with E = exp(v product - K); add the sums of E to z_sum.
 
         E is 0 for target classes and above the limit.
 
         Args:
             tile: without a function and row_weights.
-            shift: K, one number or (B,).
+            shift: K.
             z_sum: (B,) fp32; the sums are of the fp32 values, before E is rounded to the dtype of products.
         """
         exp = products = tile.products
@@ -194,7 +194,7 @@ class PlainKernels:
         if tile.inverse_norms is not None:
             exp.mul_(tile.inverse_norms[:, None])
         left_out = None if tile.limit is None else exp > tile.limit
-        if isinstance(shift, Tensor) or shift:
+        if shift:
             exp.sub_(shift)
         _without(exp.exp_(), left_out, tile)
         z_sum += exp.sum(dim=0)

@@ -315,6 +315,7 @@ class TwoPass:
     def _weigh(self, tile: Tile, shift: float | Tensor, sums: Tensor, less: Tensor | None = None) -> None:
         """Replace the products by W v, on the fast path E v, and add to sums (3, B)."""
         if tile.function is None:
+            assert not isinstance(shift, Tensor), "where K differs, the negatives have a function"
             self.kernels.exponentials(tile, shift, sums[0])
         else:
             self.kernels.weights(tile, self.margin.link, shift, less, sums)
