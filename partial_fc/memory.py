@@ -29,21 +29,14 @@ _COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch compu
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
 
 
-class LossMemory(NamedTuple):
-    """What a loss adds to the memory of a head.
+class HeadMemory(NamedTuple):
+    """Everything that determines the size of a head, except the number of classes.
 
     Args:
-        per_class: bytes of the numbers that it keeps of each class, and of their moments.
+        class_bytes: of the numbers that the loss keeps of each class, and of their moments.
         general: whether the kernel `weights` computes its negatives, or label smoothing its slopes; with plain torch they make
             copies of a chunk's logits.
     """
-
-    per_class: int = 0
-    general: bool = False
-
-
-class HeadMemory(NamedTuple):
-    """Everything that determines the size of a head, except the number of classes."""
 
     dim: int
     rows: int  # B
@@ -52,7 +45,8 @@ class HeadMemory(NamedTuple):
     kernels: str = "c"  # as kernels.choose_kernels returns it
     world_size: int = 1  # ranks with a shard each
     device: str = "cpu"  # or cuda: sizes of chunks and of a search differ
-    loss: LossMemory = LossMemory()
+    class_bytes: int = 0
+    general: bool = False
 
     @property
     def bytes_per_class(self) -> int:
@@ -71,7 +65,7 @@ class HeadMemory(NamedTuple):
         kept = 1 if config.frozen else 2 + config.has_second_moment
         placed = self.dim * sum(dtype.itemsize for dtype in formats[:kept]) * config.sub_centers
         size = 4 + 4 * formats.count(torch.int8) + (4 if config.counts_updates else 0)  # 4: 1 / norm
-        size = size * config.sub_centers + self.loss.per_class
+        size = size * config.sub_centers + self.class_bytes
         size += 4 * config.neighbours if config.sampling == "neighbours" else 0
         return (size, placed) if is_elsewhere(config.placement, self.device) else (size + placed, 0)
 
@@ -113,7 +107,7 @@ class HeadMemory(NamedTuple):
                 tables = int(config.has_second_moment) if mini else 2 if config.storage == "tiny" else 1
                 total += tables * (fp32 + 2 * 65536 * 4) + mini * fp32
                 total += c * (self.dim + 4) if torch.int8 in FORMATS[config.storage] else 0
-        if self.loss.general and (self.kernels == "plain" or config.label_smoothing):
+        if self.general and (self.kernels == "plain" or config.label_smoothing):
             total += _COPIES * c // several * self.rows * 4
         if config.label_smoothing:
             total += fp32 if size < 4 else 0  # centres, to add them up
@@ -152,14 +146,14 @@ class HeadMemory(NamedTuple):
         return low
 
 
-def loss_memory(margin: "Margin", num_classes: int, dim: int, config: HeadConfig) -> LossMemory:
-    """Return what a margin adds to the memory of a head of num_classes with embeddings of dim numbers."""
+def loss_memory(margin: "Margin", num_classes: int, dim: int, config: HeadConfig) -> tuple[int, bool]:
+    """Return class_bytes and general of HeadMemory for a margin of num_classes with embeddings of dim numbers."""
     moments = 2 if config.has_second_moment else 1
     numbers = margin.class_numbers(dim).values()
     per_class = sum(4 * math.prod(number.shape) * (1 + moments * number.trained) for number in numbers)
     fast = margin.linear_negatives and margin.constant_scale and None not in constant_shifts(margin, num_classes)
     filtered = config.label_smoothing > 0 and config.interclass_filtering_threshold > 0
-    return LossMemory(per_class, not fast or filtered or config.logit_correction != "none")
+    return per_class, not fast or filtered or config.logit_correction != "none"
 
 
 def check_head_fits(
@@ -186,7 +180,7 @@ def check_head_fits(
     """
     kernels = choose_kernels(config.kernels, world.device, embedding_size)
     loss = loss_memory(margin, num_classes, embedding_size, config)
-    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type, loss)
+    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type, *loss)
     check_fits(memory, num_classes, world.world_size, free, others)
     local = -(-num_classes // world.world_size)
     here, needed = available_bytes(world._replace(device=torch.device("cpu"))), local * memory.bytes_elsewhere

@@ -112,8 +112,8 @@ def test_psi_is_that_of_the_reference_and_of_all_ranks(run_ranks: Callable[..., 
 def test_the_memory_of_class_numbers_is_counted(name: str, optimizer: str):
     config = HeadConfig(optimizer=OPTIMIZERS[optimizer])
     head = PartialFC(build_margin(name), C, D, config=config)
-    of_loss = loss_memory(build_margin(name), C, D, config)
-    assert HeadMemory(D, B, config, loss=of_loss).bytes_per_class * C == sum(
+    size, _ = loss_memory(build_margin(name), C, D, config)
+    assert HeadMemory(D, B, config, class_bytes=size).bytes_per_class * C == sum(
         tensor.nbytes for tensor in head.shard_state().values()
     )
 

@@ -169,7 +169,7 @@ def test_memory_and_the_choice_of_a_form_are_those_of_the_largest_stage(monkeypa
     constant = [memory(dataclasses.replace(config, sample_rate=rate, rates=())) for rate in (0.1, 1.0)]
     assert memory(config).bytes_for(num_classes) >= max(one.bytes_for(num_classes) for one in constant)
     wide = staged_margin(loss, [Stage(0, 1.0, {"scale": 64.0}), Stage(9, 1.0, {"scale": 300.0})])  # which takes another way
-    found = [loss_memory(margin, num_classes, dim, HeadConfig()).general for margin in (build_margin(**loss), wide)]
+    found = [loss_memory(margin, num_classes, dim, HeadConfig())[1] for margin in (build_margin(**loss), wide)]
     assert found == [False, True] and wide.scale == 64.0
 
     seen = []
