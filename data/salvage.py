@@ -134,38 +134,29 @@ def read_sound(data: np.ndarray, offset: int) -> bytes:
         offset += 8 + (length + 3 & ~3)
 
 
-def find_header_record(headers: SalvagedHeaders) -> int | None:
-    """Return the position of insightface's header record among the records, or None.
-
-    It holds [a, b] and no image: a is the number of images plus one, b is a plus the number of identity records. Both are
-    float32 and are compared as float32, since they are rounded in a large set.
-    """
-    empty = np.flatnonzero((headers.payload_sizes == 0) & (headers.flags == 2))
-    a = int(np.count_nonzero(headers.payload_sizes > 0)) + 1
-    wanted = np.array([a, a + len(empty) - 1], dtype=np.float32)
-    matches = empty[(headers.labels[empty] == wanted).all(axis=1)]
-    return int(matches[-1]) if len(matches) else None
-
-
 def choose_keys(headers: SalvagedHeaders) -> np.ndarray:
     """Return the keys (n,) int64 of all records of a sound file, in file order, as its writer most likely chose them.
 
     In sets written by the tools of insightface and mxnet, the id in each record is its key, so ids are used if they all differ.
     Otherwise, in a set with a header record, the images are 1, 2, ..., the identity records follow, and the header is 0. Any
-    other set counts from 0.
+    other set counts from 0. The header record, the last one if there are several, holds [a, b] and no image: a is the number of
+    images plus one, b is a plus the number of identity records. Both are compared as float32, since they are rounded in a large
+    set.
     """
     count = len(headers.flags)
-    header = find_header_record(headers)
     images = headers.payload_sizes > 0
+    empty, a = np.flatnonzero((headers.payload_sizes == 0) & (headers.flags == 2)), int(np.count_nonzero(images)) + 1
+    wanted = np.array([a, a + len(empty) - 1], dtype=np.float32)
+    matches = empty[(headers.labels[empty] == wanted).all(axis=1)]
     ids = headers.ids.astype(np.int64)
     distinct = len(np.unique(ids)) == count and bool((ids >= 0).all())
-    if header is None:
+    if not len(matches):
         return ids if distinct else np.arange(count)
-    others = ~images
+    header, others = int(matches[-1]), ~images
     others[header] = False
     keys = np.zeros(count, dtype=np.int64)
-    keys[images] = np.arange(1, np.count_nonzero(images) + 1)
-    keys[others] = np.arange(np.count_nonzero(images) + 1, count)
+    keys[images] = np.arange(1, a)
+    keys[others] = np.arange(a, count)
     alike = distinct and all(np.array_equal(np.sort(ids[kind]), keys[kind]) for kind in (images, others)) and not ids[header]
     return ids if alike else keys
 
