@@ -186,14 +186,14 @@ def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.numeric
 def test_the_comparison_scores_a_head_as_the_dense_softmax_does():
-    task = compare_head_numerics.make_task(96)
-    embeddings, labels = task.draw(torch.Generator().manual_seed(0), 64)
+    means = compare_head_numerics.class_means(96)
+    embeddings, labels = compare_head_numerics.draw(means, torch.Generator().manual_seed(0), 64)
     margin = build_margin("arcface", scale=64.0, margin=0.5)
-    found = compare_head_numerics.score(PartialFC(margin, 96, task.means.shape[1], seed=3), embeddings, labels)
-    centres = all_centres(96, task.means.shape[1], 3).double()
+    found = compare_head_numerics.score(PartialFC(margin, 96, means.shape[1], seed=3), embeddings, labels)
+    centres = all_centres(96, means.shape[1], 3).double()
     cosine = F.normalize(embeddings.double()) @ F.normalize(centres).t()
     nearest = [max(cosine[i, k].item() for k in range(96) if k != label) for i, label in enumerate(labels.tolist())]
-    loss_bound, _ = head_bounds(64.0, task.means.shape[1], 64)
+    loss_bound, _ = head_bounds(64.0, means.shape[1], 64)
     assert found["loss"] == pytest.approx(dense_loss(margin, embeddings.double(), centres, labels).item(), abs=loss_bound)
     assert found["positive_cosine"] == pytest.approx(cosine[torch.arange(64), labels].mean().item(), abs=loss_bound / 64)
     assert found["hardest_negative"] == pytest.approx(sum(nearest) / 64, abs=loss_bound / 64)
@@ -206,13 +206,13 @@ def test_the_comparison_trains_every_format_as_the_dense_head_and_sampled_classe
     assert compare_head_numerics.main(arguments) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["case"] for row in rows] == list(compare_head_numerics.CASES)
-    task = compare_head_numerics.make_task(classes)
-    centres = all_centres(classes, task.means.shape[1], 0)
+    means = compare_head_numerics.class_means(classes)
+    centres = all_centres(classes, means.shape[1], 0)
     dense = DenseHead(build_margin("arcface", scale=64.0, margin=0.5), centres, RowSGD(0.9, 5e-4))
     generator = torch.Generator().manual_seed(3)
     for step in range(steps):
-        dense.step(*task.draw(generator, 512), 0.02 * (1 - step / steps))
-    embeddings, labels = task.draw(torch.Generator().manual_seed(77), 2048)
+        dense.step(*compare_head_numerics.draw(means, generator, 512), 0.02 * (1 - step / steps))
+    embeddings, labels = compare_head_numerics.draw(means, torch.Generator().manual_seed(77), 2048)
     before, after = (
         dense_loss(dense.margin, embeddings.double(), weight, labels).item() for weight in (centres.double(), dense.centres)
     )

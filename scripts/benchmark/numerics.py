@@ -13,7 +13,7 @@ Example: face bench numerics --quick
 import argparse
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,18 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Task(NamedTuple):
-    """The source of the embeddings."""
-
-    means: Tensor  # (C, D), unit
-
-    def draw(self, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
-        """Return (rows, D) unit embeddings and their classes."""
-        labels = torch.randint(len(self.means), (rows,), generator=generator)
-        noise = torch.randn(rows, _DIM, generator=generator)
-        return F.normalize(self.means[labels] + 0.05 * noise), labels
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face bench numerics", __doc__)
     parser.add_argument("--classes", type=int, default=12288, help="identities")
@@ -71,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> None:
     """Train every case and print the table."""
-    task = make_task(options.classes)
-    held_out = task.draw(torch.Generator().manual_seed(77), 2048)
+    means = class_means(options.classes)
+    held_out = draw(means, torch.Generator().manual_seed(77), 2048)
     rows: list[dict[str, Any]] = []
     print(f"{options.classes} classes, {options.steps} steps of {_BATCH}, D = {_DIM}, mean of {options.seeds} seed(s)")
     print(f"{'case':<38} {'loss':>8} {'vs exact':>9} {'positive cos':>13} {'hardest negative':>17}")
     for name, arguments in CASES.items():
-        runs = [train(task, arguments, name == _NEAREST, seed, options.steps, held_out) for seed in range(options.seeds)]
+        runs = [train(means, arguments, name == _NEAREST, seed, options.steps, held_out) for seed in range(options.seeds)]
         row: dict[str, Any] = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
         row["case"] = name
         row["relative_to_exact"] = row["loss"] / (rows[0]["loss"] if rows else row["loss"]) - 1.0
@@ -90,24 +78,31 @@ def compare(options: argparse.Namespace) -> None:
     write_json(options.json, {"classes": options.classes, "steps": options.steps, "rows": rows})
 
 
-def make_task(num_classes: int) -> Task:
-    """Return class means in families of four whose members have a cosine of about 0.36."""
+def class_means(num_classes: int) -> Tensor:
+    """Return unit class means (C, D) in families of four whose members have a cosine of about 0.36."""
     generator = torch.Generator().manual_seed(1)
     directions = F.normalize(torch.randn(num_classes, _DIM, generator=generator))
     family = directions[torch.arange(num_classes) // 4 * 4]
     means = F.normalize(0.6 * family + 0.8 * directions)
-    return Task(means[torch.randperm(num_classes, generator=generator)])
+    return means[torch.randperm(num_classes, generator=generator)]
+
+
+def draw(means: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    """Return (rows, D) unit embeddings around class means (C, D), and their classes."""
+    labels = torch.randint(len(means), (rows,), generator=generator)
+    noise = torch.randn(rows, _DIM, generator=generator)
+    return F.normalize(means[labels] + 0.05 * noise), labels
 
 
 def train(
-    task: Task, arguments: dict[str, Any], nearest: bool, seed: int, steps: int, held_out: tuple[Tensor, Tensor]
+    means: Tensor, arguments: dict[str, Any], nearest: bool, seed: int, steps: int, held_out: tuple[Tensor, Tensor]
 ) -> dict[str, float]:
     """Train the centres; return the figures on held-out embeddings."""
     margin = build_margin("arcface", scale=64.0, margin=0.5)
-    head = PartialFC(margin, len(task.means), _DIM, seed=seed, config=HeadConfig(optimizer=RowSGD(0.9, 5e-4), **arguments))
+    head = PartialFC(margin, len(means), _DIM, seed=seed, config=HeadConfig(optimizer=RowSGD(0.9, 5e-4), **arguments))
     generator = torch.Generator().manual_seed(3 + seed)
     for step in tqdm(range(steps), leave=False, ncols=80):
-        embeddings, labels = task.draw(generator, _BATCH)
+        embeddings, labels = draw(means, generator, _BATCH)
         head.begin_step(labels[None], step)
         head(embeddings)
         head.step(_LR * (1.0 - step / steps))
