@@ -34,9 +34,9 @@ from training.sections import NAMED
 from training.setup import Setup, decode_sample, open_loaders, set_up
 from training.step import LateValues, StepValues, train_step
 from utils import distributed
-from utils.checkpoint.format import best_score
+from utils.checkpoint.format import RetentionPolicy, best_score
 from utils.checkpoint.resume import changed_keys, write_config
-from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
+from utils.checkpoint.writer import CheckpointWriter
 from utils.cli import make_parser
 from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog

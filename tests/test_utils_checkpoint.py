@@ -83,17 +83,17 @@ SCORES = [0.1, None, 0.9, 0.2, 0.7, 0.8, 0.3, 0.4]
 @pytest.mark.parametrize(
     ("scores", "keep", "left"),
     [
-        ([0.3, 0.9, None, 0.2, 0.0], {"keep_last": 2}, [2, 4, 5]),
-        ([0.5] * 10, {"keep_last": 2, "keep_every": 4}, [4, 8, 9, 10]),
-        *((SCORES, {"keep_last": 1, "keep_best": best}, left) for best, left in ((0, [8]), (1, [3, 8]), (3, [3, 5, 6, 8]))),
+        ([0.3, 0.9, None, 0.2, 0.0], ckpt.RetentionPolicy(2), [2, 4, 5]),
+        ([0.5] * 10, ckpt.RetentionPolicy(2, every=4), [4, 8, 9, 10]),
+        *((SCORES, ckpt.RetentionPolicy(1, best=best), left) for best, left in ((0, [8]), (1, [3, 8]), (3, [3, 5, 6, 8]))),
     ],
 )
 def test_pruning_keeps_the_newest_the_best_and_each_of_so_many(
-    tmp_path: Path, scores: list[float | None], keep: dict[str, int], left: list[int]
+    tmp_path: Path, scores: list[float | None], keep: ckpt.RetentionPolicy, left: list[int]
 ):
     for step, score in enumerate(scores, 1):
         _save(tmp_path, ALONE, step, score)
-    assert ckpt.prune(tmp_path, **keep) == []
+    assert ckpt.prune(tmp_path, keep) == []
     checkpoints = ckpt.list_checkpoints(tmp_path)
     assert [ckpt.step_of(path) for path in checkpoints] == left
     assert ckpt.step_of(ckpt.best_checkpoint(checkpoints)) == max(left, key=lambda step: (scores[step - 1] or 0, step))
@@ -105,7 +105,7 @@ def test_pruning_never_deletes_the_only_whole_checkpoint(tmp_path: Path):
         _save(tmp_path, ALONE, step, None)
     for step in (2, 3):
         (ckpt.checkpoint_path(tmp_path, step) / "trainer.pt").unlink()
-    warnings = ckpt.prune(tmp_path, 1)
+    warnings = ckpt.prune(tmp_path, ckpt.RetentionPolicy(1))
     assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == [1, 2, 3]
     assert len(warnings) == 2 and "trainer.pt is missing" in warnings[0]
 

@@ -22,10 +22,10 @@ import torch
 from backbones import build_backbone
 from losses import build_margin
 from partial_fc import PartialFC
-from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER
+from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, RetentionPolicy
 from utils.checkpoint.tensor_file import BLOCK, flush
 from utils.checkpoint.trainer import TrainerState
-from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
+from utils.checkpoint.writer import CheckpointWriter, Shard
 from utils.cli import make_parser
 from utils.distributed import World
 from utils.optim import build_optimizer

@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.files import HASH, check_file, write_file
 
@@ -261,27 +261,29 @@ def _is_task(task: dict[str, Any]) -> bool:
     return isinstance(task.get("name"), str) and all(isinstance(part, dict) for part in parts)
 
 
-def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:
-    """Delete old checkpoints. Damaged ones are neither deleted nor counted; return a line about each.
+class RetentionPolicy(NamedTuple):
+    """Which checkpoints stay when a new one is complete."""
 
-    Args:
-        keep_last: keep this many of the newest checkpoints, at least 1.
-        keep_every: also keep the checkpoint of every N-th optimizer step; 0 disables.
-        keep_best: also keep this many with the highest scores, for each metric and choice of sets that scored the run.
-    """
+    last: int = 2  # so many newest, at least 1
+    every: int = 0  # also every N-th optimizer step; 0 disables
+    best: int = 1  # also so many with the highest scores, for each metric and choice of sets that scored the run
+
+
+def prune(run_folder: Path, keep: RetentionPolicy) -> list[str]:
+    """Delete old checkpoints. Damaged ones are neither deleted nor counted; return a line about each."""
     whole, lines = {}, []
     for path in list_checkpoints(run_folder):
         try:
             whole[path] = read_manifest(path)
         except ValueError as error:
             lines.append(str(error))
-    kept = set(list(whole)[-keep_last:])
+    kept = set(list(whole)[-keep.last :])
     ranked: dict[str, list[tuple[float, Path]]] = {}  # scores of different metrics or sets are not comparable
     for path, manifest in whole.items():
         if manifest.get("score") is not None:
             ranked.setdefault(_scored_by(manifest), []).append((manifest["score"], path))
-    kept |= {path for scores in ranked.values() for _, path in sorted(scores)[-keep_best:] if keep_best}
-    kept |= {path for path in whole if keep_every and step_of(path) % keep_every == 0}
+    kept |= {path for scores in ranked.values() for _, path in sorted(scores)[-keep.best :] if keep.best}
+    kept |= {path for path in whole if keep.every and step_of(path) % keep.every == 0}
     for path in whole:
         if path not in kept:
             # rename first: a kill during the deletion must not leave half a checkpoint under a final name

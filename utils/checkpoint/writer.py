@@ -32,7 +32,7 @@ from utils.distributed import SharedError, World, all_gather_objects, any_ranks
 from utils.distributed.patience import patiently
 from utils.memory import available_bytes
 
-from .format import checkpoint_path, commit, partial_path, prune, shard_name
+from .format import RetentionPolicy, checkpoint_path, commit, partial_path, prune, shard_name
 from .tensor_file import NotFiniteError, write_object, write_tensors
 
 _ALIGNED = 64  # bytes; each tensor begins at a multiple of it, a line of the processor's cache
@@ -142,14 +142,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value)
     return value
-
-
-class RetentionPolicy(NamedTuple):
-    """Which checkpoints stay when a new one is complete."""
-
-    last: int = 2  # so many newest
-    every: int = 0  # also every N-th optimizer step; 0 disables
-    best: int = 1  # also so many with the highest scores
 
 
 class Shard(NamedTuple):
@@ -317,7 +309,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         if self.world.rank == 0:
             commit(self._partial, self._final, manifest)
             try:
-                return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
+                return {"warnings": prune(self.run_folder, self.keep)}
             except (OSError, ValueError) as error:  # the new one is complete all the same
                 return {"warnings": [f"checkpoint: an old one cannot be deleted: {error}"]}
         return {}
