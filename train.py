@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from easydict import EasyDict
-from torch import Tensor
 
 from configs import dump_config, load_config
 from data.loader import write_bad_batch
@@ -210,7 +209,9 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
 
 
 def check_finite(values: StepValues, setup: Setup, can_overflow: bool) -> None:
-    """Raise SharedError if a step had a loss or gradient that is not finite; it changed nothing. A collective call then.
+    """Write down the batch of a step whose loss or gradient is not finite, and raise SharedError; it changed nothing.
+
+    A collective call then.
 
     Args:
         can_overflow: whether a smaller loss scale may help.
@@ -218,18 +219,13 @@ def check_finite(values: StepValues, setup: Setup, can_overflow: bool) -> None:
     if values.good or (can_overflow and math.isfinite(values.loss) and values.loss_scale > 2.0**-10):
         return
     what = "the gradient is not finite" if math.isfinite(values.loss) else f"the loss is {values.loss}"
-    raise not_finite(what, values.step, setup, values.embeddings)
-
-
-def not_finite(what: str, step: int, setup: Setup, embeddings: Sequence[Sequence[Tensor]]) -> SharedError:
-    """Write down the batch behind a non-finite loss or gradient, and return the error for it. A collective call."""
     words = []
-    for task, rows in zip(setup.tasks, embeddings, strict=True):
-        path = setup.folder / f"bad_batch_step_{step:08d}{f'_{task.name}' if len(setup.tasks) > 1 else ''}.json"
-        samples = task.order.samples(step, **setup.share)
-        words.append(write_bad_batch(path, step, what, task.dataset, samples, rows, setup.world))
-    return SharedError(
-        f"{what} in step {step}; stopped before it reached the weights. {'. '.join(words)}. Checkpoints in "
+    for task, rows in zip(setup.tasks, values.embeddings, strict=True):
+        path = setup.folder / f"bad_batch_step_{values.step:08d}{f'_{task.name}' if len(setup.tasks) > 1 else ''}.json"
+        samples = task.order.samples(values.step, **setup.share)
+        words.append(write_bad_batch(path, values.step, what, task.dataset, samples, rows, setup.world))
+    raise SharedError(
+        f"{what} in step {values.step}; stopped before it reached the weights. {'. '.join(words)}. Checkpoints in "
         f"{setup.folder} hold finite numbers only; lower optimizer.lr or lengthen schedule.warmup_epochs"
     )
 
