@@ -46,11 +46,5 @@ class AdaptiveFace(Margin):
         share, margins = self.weight / num_classes, numbers["margin"]
         return share * (1.0 - margins).sum(), {"margin": torch.full_like(margins, -share)}
 
-    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return the margins (B,) of the samples' classes."""
-        if of_class is None:  # without a head all classes have their first margin
-            return {"margin": torch.full_like(cosine, self.margin)}
-        return {"margin": of_class["margin"]}
-
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         return self.scale * (at_least_float32(cosine) - self.share * state["margin"])

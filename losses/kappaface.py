@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import ClassNumber, Margin, Published, Ranks, State
+from .margin import ClassNumber, Margin, Published, Ranks
 from .ranges import angle_margin, number_in
 
 _LEAST_SPREAD = 1e-3  # of 1 - r^2, so that equal images of one class do not give it an infinite concentration
@@ -63,10 +63,6 @@ class KappaFace(Margin):
     def class_numbers(self, dim: int) -> Mapping[str, ClassNumber]:
         """Return psi, the sum of the unit embeddings since the last refresh, and their number."""
         return {"psi": ClassNumber((), 0.5), "sums": ClassNumber((dim,)), "counts": ClassNumber(())}
-
-    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return psi (B,) of the samples' classes."""
-        return {"psi": torch.full_like(cosine, 0.5) if of_class is None else of_class["psi"]}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         cosine = at_least_float32(cosine)

@@ -150,7 +150,7 @@ class Margin(nn.Module):
         return next((arguments for first, arguments in reversed(self.stages) if first <= step), {})
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return the state of a micro-batch that the other methods need, with the parameters, by name, if there are any.
+        """Return the state of a micro-batch that the other methods need: here the parameters by name, and of_class.
 
         All micro-batches see the buffers of the last optimizer step.
 
@@ -158,9 +158,13 @@ class Margin(nn.Module):
             cosine: (B,) fp32, of each sample with its class.
             norm: (B,) fp32, of the embeddings.
             seed: for random numbers: equal on all ranks, different for each micro-batch of a run.
-            of_class: by the names of `class_numbers` that have the shape (): the numbers (B,) of the samples' classes.
+            of_class: by the names of `class_numbers` that have the shape (): the numbers (B,) of the samples' classes. None,
+                without a head, stands for the first ones.
         """
-        return dict(self.named_parameters())
+        if of_class is None:
+            specs = self.class_numbers(1).items()
+            of_class = {name: torch.full_like(cosine, spec.first) for name, spec in specs if spec.shape == ()}
+        return {**dict(self.named_parameters()), **of_class}
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return the function of the negatives for samples with these target cosines (B,) and norms (B,).
