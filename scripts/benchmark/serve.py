@@ -11,9 +11,9 @@ import http.client
 import json
 import multiprocessing
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,16 +99,11 @@ def _serve(options: argparse.Namespace, together: bool, channel: Any) -> None:
 def _ask(port: int, clients: int, requests: int, seconds: list[float]) -> float:
     """Return answers per second of that many clients; add the seconds of each request."""
     picture = to_png(np.random.default_rng(1).integers(0, 256, (_SIZE, _SIZE, 3), dtype=np.uint8))
-    left = iter(range(requests))
-    lock = threading.Lock()
+    left = iter(range(requests))  # of which each client takes the next one
 
-    def client() -> None:
+    def client(_: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        while True:
-            with lock:
-                if next(left, None) is None:
-                    connection.close()
-                    return
+        for _ in left:
             started = time.perf_counter()
             connection.request("POST", "/api/search", picture, _HEADERS)
             reply = connection.getresponse()
@@ -116,13 +111,11 @@ def _ask(port: int, clients: int, requests: int, seconds: list[float]) -> float:
             if reply.status != 200:
                 raise ValueError(f"the service answered {reply.status}: {found}")
             seconds.append(time.perf_counter() - started)
+        connection.close()
 
-    threads = [threading.Thread(target=client) for _ in range(clients)]
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(client, range(clients)))
     return requests / (time.perf_counter() - started)
 
 
