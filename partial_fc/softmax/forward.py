@@ -6,8 +6,6 @@ rank adds them in the same order. So there are never more than two.
 Shapes: b = samples of this rank, B = b * world_size, D = embedding size, n = samples of B whose class lies in this shard.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,11 +17,9 @@ from ..centres.margin_numbers import MarginNumbers
 from ..centres.sub_centers import target_centres
 from ..collectives import Collectives
 from ..config import HeadConfig
-from ..sampling.planning import Chunk, StepPlan
+from ..sampling.planning import StepPlan
 from .loss import GlobalSums, SampleLosses, factor_of_u, norm_gradient, pull_of, sample_losses
 from .passes import Batch, Pull, ShardSums, State, TwoPass
-
-Observe = Callable[[Tensor, Tensor], State]
 
 
 class Step(NamedTuple):
@@ -70,10 +66,7 @@ class Forward:
         nearest = None if which is None else torch.zeros_like(step.plan.places[micro]).index_copy_(0, here, which)
         batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {}, nearest=nearest)
         class_rows = self._class_rows(step, here, rows, len(unit))
-        observe = functools.partial(self._observe, batch.norm, derive(self.seed, "margin", step.plan.labels.step, micro))
-        batch, class_rows, local, total = _sums_over_shards(
-            passes, self.collectives, batch, class_rows, step.plan.chunks, micro, observe
-        )
+        batch, class_rows, local, total = self._sums_over_shards(step, batch, class_rows, micro)
         losses = sample_losses(self.margin, batch, total, self.config, self.numbers.trained)
         factor = factor_of_u(losses, local.shift, passes.gain(batch))
         slope = passes.slope(batch) if passes.spreads_evenly(batch) else None
@@ -105,9 +98,6 @@ class Forward:
             self.margin.collect(self.numbers.tensors, rows, pull.batch.unit[here], good)
         self.margin.refresh(self.numbers.tensors, step.plan.labels.step + 1, good, self.collectives)
 
-    def _observe(self, norm: Tensor, seed: int, cosine: Tensor, numbers: Tensor) -> State:
-        return self.margin.observe(cosine, norm, seed, dict(zip(self.numbers.scalars, numbers, strict=False)))
-
     def _class_rows(self, step: Step, here: Tensor, rows: Tensor, count: int) -> Tensor:
         """Return (k, B) numbers of the samples' classes, and, if the loss has it, a row of its part of all classes."""
         penalty = None if step.pulls else self.margin.class_penalty(self.numbers.tensors, self.numbers.num_classes)
@@ -125,42 +115,46 @@ class Forward:
                     gradient = gradient + by_class[name]
             step.gradients[name] = step.gradients[name] + gradient if name in step.gradients else gradient
 
+    def _sums_over_shards(
+        self, step: Step, batch: Batch, rows: Tensor, micro: int
+    ) -> tuple[Batch, Tensor, ShardSums, GlobalSums]:
+        """Return the batch with target cosines, state and function; the rows of all shards; the sums of this shard and of all.
 
-def _sums_over_shards(
-    passes: TwoPass, collectives: Collectives, batch: Batch, rows: Tensor, chunks: list[Chunk], micro: int, observe: Observe
-) -> tuple[Batch, Tensor, ShardSums, GlobalSums]:
-    """Return the batch with target cosines, state and function; the rows of all shards; the sums of this shard and of all.
+        Args:
+            batch: with the target cosines of the samples whose class is in this shard, 0 for the others.
+            rows: (k, B) more numbers to add up over the shards, fp32.
+        """
+        margin, passes, collectives, chunks = self.margin, self.passes, self.collectives, step.plan.chunks
 
-    Args:
-        batch: with the target cosines of the samples whose class is in this shard, 0 for the others.
-        rows: (k, B) more numbers to add up over the shards, fp32.
-        observe: target cosines (B,) and rows, of all shards -> the state of the margin.
-    """
-    margin = passes.margin
-    if margin.linear_negatives and margin.constant_scale and passes.shift is not None:
-        if any(chunk.weights is not None for chunk in chunks) or (passes.smooths and not passes.spreads_evenly(batch)):
-            batch = batch._replace(function=margin.negatives(batch.target_cosine, batch.norm, {}))
+        def observed(cosine: Tensor, numbers: Tensor) -> Batch:
+            of_class = dict(zip(self.numbers.scalars, numbers, strict=False))
+            state = margin.observe(cosine, batch.norm, derive(self.seed, "margin", step.plan.labels.step, micro), of_class)
+            return batch._replace(target_cosine=cosine, state=state)
+
+        if margin.linear_negatives and margin.constant_scale and passes.shift is not None:
+            if any(chunk.weights is not None for chunk in chunks) or (passes.smooths and not passes.spreads_evenly(batch)):
+                batch = batch._replace(function=margin.negatives(batch.target_cosine, batch.norm, {}))
+            local = passes.forward(batch, chunks, micro)
+            more = [] if local.spread is None else [*local.spread]
+            if passes.weighs:  # sum_j E z
+                more.append(passes.gain(batch) * (batch.unit * local.u).sum(dim=1))
+            summed = collectives.sum(torch.stack([local.sums[0], batch.target_cosine, *rows, *more]))
+            cosine, rows, rest = summed[1], summed[2 : 2 + len(rows)], summed[2 + len(rows) :]
+            batch = observed(cosine, rows)
+            spread = rest[:2] if passes.smooths else None
+            mean_logit = rest[-1] / summed[0].clamp_min(1e-37) if passes.weighs else None
+            return batch, rows, local, GlobalSums(torch.log(summed[0]) + passes.shift, local.sums[1:], spread, mean_logit)
+        first = collectives.sum(torch.stack([batch.target_cosine, *rows]))
+        cosine, rows = first[0], first[1:]
+        batch = observed(cosine, rows)
+        batch = batch._replace(function=margin.negatives(cosine, batch.norm, batch.state))
         local = passes.forward(batch, chunks, micro)
-        more = [] if local.spread is None else [*local.spread]
-        if passes.weighs:  # sum_j E z
-            more.append(passes.gain(batch) * (batch.unit * local.u).sum(dim=1))
-        summed = collectives.sum(torch.stack([local.sums[0], batch.target_cosine, *rows, *more]))
-        cosine, rows, rest = summed[1], summed[2 : 2 + len(rows)], summed[2 + len(rows) :]
-        batch = batch._replace(target_cosine=cosine, state=observe(cosine, rows))
-        spread = rest[:2] if passes.smooths else None
-        mean_logit = rest[-1] / summed[0].clamp_min(1e-37) if passes.weighs else None
-        return batch, rows, local, GlobalSums(torch.log(summed[0]) + passes.shift, local.sums[1:], spread, mean_logit)
-    first = collectives.sum(torch.stack([batch.target_cosine, *rows]))
-    cosine, rows = first[0], first[1:]
-    batch = batch._replace(target_cosine=cosine, state=observe(cosine, rows))
-    batch = batch._replace(function=margin.negatives(cosine, batch.norm, batch.state))
-    local = passes.forward(batch, chunks, micro)
-    parts = local.sums if local.spread is None else torch.cat([local.sums, local.spread])
-    if isinstance(local.shift, Tensor):
-        whole = collectives.all_gather(torch.cat([local.shift[None], parts])[None])
-        z_sums, summed = whole[:, 1], whole[:, 1:].sum(dim=0)
-        log_z = torch.logsumexp(torch.log(z_sums) + whole[:, 0], dim=0)
-    else:
-        summed = collectives.sum(parts)
-        log_z = summed[0] if margin.link == "sum" else torch.log(summed[0]) + local.shift
-    return batch, rows, local, GlobalSums(log_z, summed[1:3], summed[3:] if local.spread is not None else None)
+        parts = local.sums if local.spread is None else torch.cat([local.sums, local.spread])
+        if isinstance(local.shift, Tensor):
+            whole = collectives.all_gather(torch.cat([local.shift[None], parts])[None])
+            z_sums, summed = whole[:, 1], whole[:, 1:].sum(dim=0)
+            log_z = torch.logsumexp(torch.log(z_sums) + whole[:, 0], dim=0)
+        else:
+            summed = collectives.sum(parts)
+            log_z = summed[0] if margin.link == "sum" else torch.log(summed[0]) + local.shift
+        return batch, rows, local, GlobalSums(log_z, summed[1:3], summed[3:] if local.spread is not None else None)
