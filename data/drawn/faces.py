@@ -44,15 +44,13 @@ def draw_front(canvas: Canvas, head: Head, p: Identity, colour: Colour, age: flo
     _, right = _outline(head, p, float(line[last]))
     tone = colour if p.hair_style != "buzz" else colour * 0.6 + p.skin * 0.4
     canvas.fill(np.concatenate([hairline, right[::-1], left]), tone)
-    strands = []
     swell, top = 0.6 * p.hair_side, 0.8 * p.hair_top
-    for strand in np.arange(3, 72, 5 if p.hair_style != "buzz" else 80):
-        if seen[strand]:
-            y = np.linspace(-0.97 - top, min(line[strand], 0.9) - 0.03, 7)
-            around = longitude[strand] * np.linspace(0.75, 1.0, 7)
-            strands.append(head.on_oval(around, y, head.shell(y, swell, top)))
+    strands = [strand for strand in range(3, 72, 5 if p.hair_style != "buzz" else 80) if seen[strand]]
+    for strand in strands:
+        y = np.linspace(-0.97 - top, min(line[strand], 0.9) - 0.03, 7)
+        around = longitude[strand] * np.linspace(0.75, 1.0, 7)
+        canvas.line(head.on_oval(around, y, head.shell(y, swell, top)), tone * 0.8, 2)
     if strands:
-        canvas.lines(strands, tone * 0.8, 2)
         y = np.full(9, -0.74 - 0.7 * p.hair_top)
         gleam = np.linspace(-0.7, 0.4, 9)
         upper, lower = (head.on_oval(gleam, y + d, head.shell(y + d, swell, p.hair_top)) for d in (-0.05, 0.05))

@@ -224,11 +224,6 @@ class Canvas:
         """Draw a line through canvas points (n, 2)."""
         cv2.polylines(self.pixels, [_fixed(points, 1.0)], False, _bgr_free(colour), thickness, cv2.LINE_AA, _SHIFT)
 
-    def lines(self, curves: list[np.ndarray], colour: Colour, thickness: int) -> None:
-        """Draw several lines, each through canvas points (n, 2)."""
-        fixed = [_fixed(points, 1.0) for points in curves]
-        cv2.polylines(self.pixels, fixed, False, _bgr_free(colour), thickness, cv2.LINE_AA, _SHIFT)
-
     def disc(self, centre: np.ndarray, radius: int, colour: Colour) -> None:
         """Draw a small disc around the canvas point (2,)."""
         x, y = _fixed(centre, 1.0).tolist()
