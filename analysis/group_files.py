@@ -62,7 +62,10 @@ def read_pair_list(path: Path, column: str | None, faces: Faces) -> PairList:
             "--by names the column of groups of a .csv, which must be given; groups of a folder have their files' names"
         )
     found = _read_folder(path) if column is None else _read_bfw(path, column)
-    row_of = {posixpath.splitext(name)[0]: row for row, name in enumerate(faces.names)}
+    row_of: dict[str, int] = {}
+    for texts in (faces.names, [posixpath.splitext(name)[0] for name in faces.names]):
+        for row, text in enumerate(texts):
+            row_of.setdefault(text, row)  # of several faces of a picture the first, which is the best
     first, second, same, groups = [], [], [], []
     people: list[str] = []
     for one, other, is_same, group, second_group in found:
@@ -134,7 +137,7 @@ def _read_folder(path: Path) -> list[tuple[str, str, bool, str, str]]:
 def _row(row_of: dict[str, int], name: str, group: str) -> int | None:
     """Return the row of a picture, whose name in the table may begin with the group, and end otherwise."""
     for one in (name, f"{group}/{name}"):
-        for text in (posixpath.splitext(one)[0], one):
+        for text in (one, posixpath.splitext(one)[0]):
             if text in row_of:
                 return row_of[text]
     return None

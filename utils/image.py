@@ -165,7 +165,8 @@ def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
     decoder = _simplejpeg()
     if decoder is not None and encoded[:2] == b"\xff\xd8" and len(encoded) <= _PLAIN_JPEG_BYTES:
         try:
-            if decoder.decode_jpeg(encoded, "RGB", buffer=out).shape == out.shape:
+            # simplejpeg 1.9 leaks memory where the buffer is too small
+            if image_size(encoded) == out.shape[:2] and decoder.decode_jpeg(encoded, "RGB", buffer=out).shape == out.shape:
                 return out
         except ValueError:
             pass
