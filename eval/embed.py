@@ -21,19 +21,12 @@ _CPU_VIEWS = 16  # views per forward pass on a CPU: their activations stay in th
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    """How images go through a network.
+    """How images go through a network."""
 
-    Args:
-        batch_size: images per forward pass and process.
-        autocast: dtype of the forward pass, None = float32.
-        threads: decoder threads per process.
-        image_size: height and width of the images, in pixels.
-    """
-
-    batch_size: int = 256
-    autocast: torch.dtype | None = None
-    threads: int = 2
-    image_size: int = IMAGE_SIZE
+    batch_size: int = 256  # images per forward pass and process
+    autocast: torch.dtype | None = None  # of the forward pass, None = float32
+    threads: int = 2  # that decode, per process
+    image_size: int = IMAGE_SIZE  # height and width of the images, in pixels
 
 
 def embed_images(

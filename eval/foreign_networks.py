@@ -12,9 +12,8 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -41,39 +40,24 @@ _CHOICES = {
 _WHOLE = {"image_size": (16, 1024), "embedding_size": (1, 65536)}
 
 
-@dataclass(frozen=True)
-class InputContract:
-    """The input and output of an exported network.
+class InputContract(NamedTuple):
+    """The input and output of an exported network, and its origin."""
 
-    Args:
-        image_size: height and width of the images, in pixels.
-        layout: order of the axes: NCHW = (batch, 3, S, S), NHWC = (batch, S, S, 3).
-        colour: order of the channels.
-        mean, std: the network takes (x - mean) / std of x from 0 to 255; 0 and 1 if it takes the bytes.
-        dtype: of the images.
-        points: x and y of the five landmarks in an aligned image, in pixels: eyes, nose, corners of the mouth, as seen.
-        embedding_size: numbers per face.
-        normalised: the embeddings have length 1, and a second output has their lengths before.
-        mirrored: the embedding is the sum of those of the image and of its mirror image.
-        precision: of the weights and the arithmetic.
-        run, step, backbone, weights: origin: name of the run or file, step of its checkpoint, network, hash of its weights.
-    """
-
-    image_size: int
-    layout: str
-    colour: str
-    mean: float
+    image_size: int  # height and width of the images, in pixels
+    layout: str  # order of the axes: NCHW = (batch, 3, S, S), NHWC = (batch, S, S, 3)
+    colour: str  # order of the channels
+    mean: float  # the network takes (x - mean) / std of x from 0 to 255; 0 and 1 if it takes the bytes
     std: float
-    dtype: str
-    points: tuple[tuple[float, float], ...]
-    embedding_size: int
-    normalised: bool
-    mirrored: bool
-    precision: str
-    run: str
-    step: str
-    backbone: str
-    weights: str
+    dtype: str  # of the images
+    points: tuple[tuple[float, float], ...]  # x and y in an aligned image, in pixels: eyes, nose, corners of the mouth, as seen
+    embedding_size: int  # numbers per face
+    normalised: bool  # the embeddings have length 1, and a second output has their lengths before
+    mirrored: bool  # the embedding is the sum of those of the image and of its mirror image
+    precision: str  # of the weights and the arithmetic
+    run: str  # name of the run or file
+    step: str  # of its checkpoint
+    backbone: str  # name of the network
+    weights: str  # their hash
 
     @property
     def takes_bytes(self) -> bool:
@@ -82,7 +66,7 @@ class InputContract:
 
     def as_texts(self) -> dict[str, str]:
         """Return the metadata of a file: texts by key."""
-        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in asdict(self).items()}
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self._asdict().items()}
         return {f"{PREFIX}contract": _VERSION} | {f"{PREFIX}{key}": value[:_LONGEST] for key, value in values.items()}
 
 
@@ -98,7 +82,7 @@ def contract_of_texts(texts: Mapping[str, str]) -> InputContract | None:
     if version != _VERSION:
         raise ValueError(f"{PREFIX}contract of its metadata must be {_VERSION}, got {_shown(version)}")
     values: dict[str, Any] = {}
-    for key in InputContract.__dataclass_fields__:
+    for key in InputContract._fields:
         text = texts.get(PREFIX + key)
         if not isinstance(text, str):
             raise ValueError(f"its metadata lacks {PREFIX}{key}, which face export writes")

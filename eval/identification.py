@@ -8,9 +8,8 @@ Shapes: G = gallery entries, S = people in the gallery, Q = probes, D = embeddin
 
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,19 +22,12 @@ _FPIR = (0.001, 0.01, 0.1)
 _CELLS_AT_ONCE = 1 << 23  # scores of some probes to all entries: 64 MiB
 
 
-@dataclass(frozen=True, eq=False)
-class IdentificationResult:
-    """The result of `identify`.
+class IdentificationResult(NamedTuple):
+    """The result of `identify`."""
 
-    Args:
-        rank: (Q,) int64, the rank of the right person, from 1 on; 0 for probes whose person is not in the gallery.
-        own: (Q,) the score of the right person; -inf without one.
-        best: (Q,) the highest score of any person.
-    """
-
-    rank: np.ndarray
-    own: np.ndarray
-    best: np.ndarray
+    rank: np.ndarray  # (Q,) int64, of the right person, from 1 on; 0 for probes whose person is not in the gallery
+    own: np.ndarray  # (Q,) the score of the right person; -inf without one
+    best: np.ndarray  # (Q,) the highest score of any person
 
     @property
     def num_mated(self) -> int:

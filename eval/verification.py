@@ -11,7 +11,7 @@ Shapes: N = images, D = embedding size, P = pairs, F = folds, T = thresholds, B 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,22 +20,14 @@ from .protocol import Figures, Result
 FAR_TARGETS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
 
 
-@dataclass(frozen=True)
-class OperatingPoint:
-    """A threshold with the largest FAR that is not above the target.
+class OperatingPoint(NamedTuple):
+    """A threshold with the largest FAR that is not above the target; None if there are fewer than 1 / target impostor pairs."""
 
-    Args:
-        target: the requested FAR, as written in FAR_TARGETS.
-        tar, far: the rates at the threshold; None if there are fewer than 1 / target impostor pairs ("not measurable").
-        threshold: squared distance below which a pair is accepted; None if not measurable.
-        num_accepted: impostor pairs accepted at the threshold; a rate that rests on a handful of them is a guess.
-    """
-
-    target: str
-    tar: float | None
+    target: str  # the requested FAR, as written in FAR_TARGETS
+    tar: float | None  # at the threshold
     far: float | None
-    threshold: float | None
-    num_accepted: int
+    threshold: float | None  # squared distance below which a pair is accepted
+    num_accepted: int  # impostor pairs accepted at the threshold; a rate that rests on a handful of them is a guess
 
     @property
     def cosine(self) -> float | None:
@@ -163,41 +155,24 @@ _ROWS_AT_ONCE = 256  # their float64 differences stay in the processor's cache
 
 @dataclass(frozen=True, eq=False)
 class VerificationResult(Result):
-    """The result of `verify`. Rates and accuracies are in [0, 1].
+    """The result of `verify`. Rates and accuracies are in [0, 1]."""
 
-    Args:
-        accuracy: mean over the folds.
-        accuracy_std: population standard deviation over the folds (ddof 0).
-        accuracy_per_fold: (F,).
-        threshold_per_fold: (F,), squared distances.
-        xnorm: mean norm of the raw embeddings.
-        auc: area under the ROC curve, ties counted half; None without both kinds of pairs.
-        eer: the rate at which FAR and FRR are equal; None without both kinds of pairs.
-        points: TAR, threshold and evidence at each FAR of FAR_TARGETS.
-        exact_accuracy: mean over the folds with the best of all thresholds instead of the grid's.
-        min_dcf: minimum detection cost at a prior of 0.01; None without both kinds of pairs.
-        plain_accuracy: mean over the folds for the embeddings without their mirror images; None if not requested.
-        distances: (P,) squared distances, 0 to 4.
-        same: (P,), True for genuine pairs.
-        norms: (N,) norms of the raw embeddings of the images; (0,) if they were not given.
-    """
-
-    accuracy: float
-    accuracy_std: float
-    accuracy_per_fold: np.ndarray
-    threshold_per_fold: np.ndarray
-    xnorm: float
-    auc: float | None
-    eer: float | None
-    points: list[OperatingPoint]
-    exact_accuracy: float
-    min_dcf: float | None
-    plain_accuracy: float | None
+    accuracy: float  # mean over the folds
+    accuracy_std: float  # population standard deviation over the folds (ddof 0)
+    accuracy_per_fold: np.ndarray  # (F,)
+    threshold_per_fold: np.ndarray  # (F,), squared distances
+    xnorm: float  # mean norm of the raw embeddings
+    auc: float | None  # area under the ROC curve, ties counted half; None without both kinds of pairs
+    eer: float | None  # the rate at which FAR and FRR are equal; None without both kinds of pairs
+    points: list[OperatingPoint]  # at each FAR of FAR_TARGETS
+    exact_accuracy: float  # mean over the folds with the best of all thresholds instead of the grid's
+    min_dcf: float | None  # minimum detection cost at a prior of 0.01; None without both kinds of pairs
+    plain_accuracy: float | None  # mean over the folds for the embeddings without their mirror images; None if not requested
     num_genuine: int
     num_impostor: int
-    distances: np.ndarray
-    same: np.ndarray
-    norms: np.ndarray
+    distances: np.ndarray  # (P,) squared, 0 to 4
+    same: np.ndarray  # (P,) bool, True for genuine pairs
+    norms: np.ndarray  # (N,) of the raw embeddings of the images; (0,) if they were not given
 
     @property
     def tar_at_far(self) -> dict[str, float | None]:

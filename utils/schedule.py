@@ -20,24 +20,16 @@ class Schedule(NamedTuple):
         constant  peak
 
     Step 0 of a warm-up of n steps runs at peak / n and step n - 1 at peak.
-
-    Args:
-        peak: the largest rate.
-        warmup_steps: n, optimizer steps; 0 = none.
-        power: of poly.
-        min_lr: of poly and cosine, the rate at total_steps.
-        milestones: of step, ascending numbers of optimizer steps: milestone m counts from the step with the index m on.
-        factor: of step.
     """
 
-    kind: str
-    peak: float
+    kind: str  # of SCHEDULES
+    peak: float  # the largest rate
     total_steps: int
-    warmup_steps: int = 0
-    power: float = 2.0
-    min_lr: float = 0.0
-    milestones: tuple[int, ...] = ()
-    factor: float = 0.1
+    warmup_steps: int = 0  # n, optimizer steps
+    power: float = 2.0  # of poly
+    min_lr: float = 0.0  # of poly and cosine, the rate at total_steps
+    milestones: tuple[int, ...] = ()  # of step, ascending: milestone m counts from the optimizer step with the index m on
+    factor: float = 0.1  # of step
 
     def rate(self, step: int) -> float:
         """Return the rate of the optimizer step with this index, from 0."""

@@ -58,19 +58,15 @@ class Pairs(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A fitted map, and what was measured of it on people whom it was not fitted on.
-
-    Args:
-        lengths: the mean length of new raw embeddings over that of old ones.
-        thresholds: FAR, as in FAR_TARGETS, to (cosine, TAR): not above this FAR among adapted and new embeddings, nor among
-            new ones, so that it holds for a gallery with both.
-    """
+    """A fitted map, and what was measured of it on people whom it was not fitted on."""
 
     kind: str
     tensors: Tensors
     old: Side
     new: Side
-    lengths: float
+    lengths: float  # the mean length of new raw embeddings over that of old ones
+    # FAR, as in FAR_TARGETS, to (cosine, TAR): not above this FAR among adapted and new embeddings, nor among new ones, so that
+    # it holds for a gallery with both
     thresholds: dict[str, tuple[float, float]]
 
 

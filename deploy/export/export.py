@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +99,7 @@ class Exporter:
             checks.check_insightface_nodes(chosen.files[0])
         facts = {
             "network": source.network.title,
-            "contract": asdict(chosen.contract),
+            "contract": chosen.contract._asdict(),
             "folded": traced.folded,
             "norms": traced.norms,
             "batches": list(checks.BATCHES),

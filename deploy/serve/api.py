@@ -13,24 +13,16 @@ _PEOPLE = {"people": [{"name": "string", "cosine": "number", "image": "integer"}
 
 
 class Call(NamedTuple):
-    """A request.
-
-    Attributes:
-        name: of the function that answers it.
-        role: of the key that it needs, of access.ROLES; "" = none.
-        pictures: in its body, behind one another.
-        answer: fields of the JSON and their types, "?" for null as well; or the media type of another answer.
-        path_words: what the parts of the path in braces are.
-    """
+    """A request."""
 
     method: str
     path: str
-    name: str
-    role: str
+    name: str  # of the function that answers it
+    role: str  # of the key that it needs, of access.ROLES; "" = none
     summary: str
-    answer: dict[str, Any] | str
-    pictures: int = 0
-    path_words: dict[str, str] = {}  # noqa: RUF012, never changed
+    answer: dict[str, Any] | str  # fields of the JSON and their types, "?" for null as well; or another answer's media type
+    pictures: int = 0  # in its body, behind one another
+    path_words: dict[str, str] = {}  # noqa: RUF012, never changed; what the parts of the path in braces are
 
 
 CALLS = (
