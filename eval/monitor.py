@@ -8,6 +8,7 @@ import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -185,32 +186,19 @@ def check_names(protocols: Sequence[Protocol[Result]]) -> None:
             )
 
 
-class Evaluator:
-    """Scores a backbone by all protocols during training.
+class Evaluator(NamedTuple):
+    """Scores a backbone by all protocols during training."""
 
-    Args:
-        metric: as for `selection_score`.
-        name: of the run, for the title of the figures.
-        last_step: the step after which results.json, results.md and verification.png are written to `folder`.
-        average: moving average of the backbone's weights, scored beside it; its results have the name of the set after `ema/`.
-    """
-
-    def __init__(
-        self,
-        backbone: nn.Module,
-        protocols: Sequence[Protocol[Result]],
-        world: World,
-        settings: EmbedSettings,
-        metric: str,
-        log: RunLog,
-        name: str,
-        last_step: int,
-        folder: Path,
-        average: nn.Module | None = None,
-    ) -> None:
-        self.networks = {"": backbone} if average is None else {"": backbone, _AVERAGE: average}
-        self.protocols, self.world, self.settings = protocols, world, settings
-        self.metric, self.log, self.name, self.last_step, self.folder = metric, log, name, last_step, folder
+    backbone: nn.Module
+    protocols: Sequence[Protocol[Result]]
+    world: World
+    settings: EmbedSettings
+    metric: str  # as for `selection_score`
+    log: RunLog
+    name: str  # of the run, for the title of the figures
+    last_step: int  # the step after which results.json, results.md and verification.png are written to `folder`
+    folder: Path
+    average: nn.Module | None = None  # of the backbone's weights, scored beside it: sets then have names that begin with `ema/`
 
     def score(self, step: int) -> float | None:
         """Evaluate after `step` optimizer steps; return the score, equal on all ranks, or None without protocols.
@@ -224,7 +212,8 @@ class Evaluator:
             return None
         started = time.perf_counter()
         results: dict[str, Result] = {}
-        for prefix, network in self.networks.items():
+        networks = {"": self.backbone} if self.average is None else {"": self.backbone, _AVERAGE: self.average}
+        for prefix, network in networks.items():
             broadcast_module(network, self.world)
             found = evaluate(network, self.protocols, self.world, self.settings)
             ranking = {f"{prefix}{name}": result for name, result in found}
