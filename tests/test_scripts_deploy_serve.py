@@ -400,7 +400,7 @@ class _Slow:
     def __init__(self) -> None:
         self.go, self.inside, self.most, self.started = threading.Event(), 0, 0, threading.Semaphore(0)
         self.batcher = Batcher(np.asarray, 1)
-        self.embed = self.people = self.enrol = self.forget = self.forget_image = self.search
+        self.embed = self.people = self.enrol = self.forget = self.search
 
     def about(self) -> dict[str, Any]:
         return {}

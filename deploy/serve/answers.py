@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import dataclasses
 import hashlib
 import math
 import re
@@ -86,32 +87,22 @@ class Batcher:
                     answer.set_exception(error)
 
 
+@dataclasses.dataclass(eq=False)
 class Answers:
-    """Answers requests with one network. Several threads may ask at once.
+    """Answers requests with one network. Several threads may ask at once."""
 
-    Args:
-        detector: None = pictures must be aligned crops.
-        gallery: to search, if there is one; embedded by this network.
-        result: of a verification set, for the thresholds and the histogram, if there is one.
-        far: as `result` writes it: the threshold that the page begins with.
-        gate: of enrolment.
-    """
+    embedder: Embedder
+    detector: Detector | None  # None = pictures must be aligned crops
+    gallery: Gallery | None  # to search, if there is one; embedded by this network
+    result: SetResult | None  # of a verification set, for the thresholds and the histogram, if there is one
+    far: str  # as `result` writes it: the threshold that the page begins with
+    gate: Gate = EVERY_FACE  # of enrolment
 
-    def __init__(
-        self,
-        embedder: Embedder,
-        detector: Detector | None,
-        gallery: Gallery | None,
-        result: SetResult | None,
-        far: str,
-        gate: Gate = EVERY_FACE,
-    ) -> None:
-        self.embedder, self.detector, self.gallery, self.result, self.far = embedder, detector, gallery, result, far
-        self.gate = gate
-        self.batcher = Batcher(embedder.embed, embedder.step)
+    def __post_init__(self) -> None:
+        self.batcher = Batcher(self.embedder.embed, self.embedder.step)
         self._decoding = threading.BoundedSemaphore(_DECODED)
-        points = result.measured() if result else []
-        self.threshold = next((point.cosine for point in points if point.target == far), None)
+        points = self.result.measured() if self.result else []
+        self.threshold = next((point.cosine for point in points if point.target == self.far), None)
 
     def about(self) -> dict[str, Any]:
         """Return what the page shows before any picture."""
@@ -176,15 +167,9 @@ class Answers:
         except ValueError as error:  # the disk is full, another process changed it
             raise RefusedError(503, f"This cannot be enrolled: {self._public(error)}") from None
 
-    def forget(self, person: str) -> dict[str, Any]:
-        """Erase a person; the bytes are overwritten when this returns."""
-        return self._remove([person], [])
-
-    def forget_image(self, number: str) -> dict[str, Any]:
-        """Erase an image; the bytes are overwritten when this returns."""
-        return self._remove([], [_number(number)])
-
-    def _remove(self, people: list[str], numbers: list[int]) -> dict[str, Any]:
+    def forget(self, people: list[str], images: list[str]) -> dict[str, Any]:
+        """Erase people, and images by their numbers; the bytes are overwritten when this returns."""
+        numbers = list(map(_number, images))
         try:
             return {"removed": self._gallery().remove([check_person(name) for name in people], numbers)}
         except ValueError as error:

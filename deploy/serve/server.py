@@ -233,8 +233,8 @@ class _Routes:
             "embed": answers.embed,
             "people": answers.people,
             "enrol": answers.enrol,
-            "forget": answers.forget,
-            "forget_image": answers.forget_image,
+            "forget": lambda person: answers.forget([person], []),
+            "forget_image": lambda number: answers.forget([], [number]),
         }
 
     def all(self) -> list[Route]:
