@@ -299,13 +299,15 @@ def verify(
 def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = FOLDS) -> tuple[np.ndarray, np.ndarray]:
     """Return (F,) accuracies of the held-out folds and their (F,) thresholds, from distances (P,) and labels (P,)."""
     thresholds = np.arange(0, *_ACCURACY_THRESHOLDS)
-    accepted_genuine, accepted_impostor, sizes = _count_accepted(distances, same, num_folds, thresholds)
-    num_impostor = sizes[:, 1]
-    num_pairs = sizes.sum(axis=1)
-    correct = accepted_genuine + (num_impostor[:, None] - accepted_impostor)  # (F, T)
+    place = np.where(same, 0, num_folds) + _fold_of_pair(distances.size, num_folds)
+    first = np.searchsorted(thresholds, distances, side="right")  # (P,), the first threshold above each distance
+    num_bins = thresholds.size + 1  # the last bin has the pairs that no threshold accepts
+    counts = np.bincount(place * num_bins + first, minlength=2 * num_folds * num_bins)
+    genuine, impostor = counts.reshape(2, num_folds, num_bins).cumsum(axis=2)  # accepted, and in the last bin all
+    correct = genuine[:, :-1] + (impostor[:, -1:] - impostor[:, :-1])  # (F, T)
     # Counts instead of rates give the same best threshold of the other folds, without rounding in the comparison.
     best = np.argmax(correct.sum(axis=0) - correct, axis=1)  # (F,), the first of equals
-    return correct[np.arange(num_folds), best] / num_pairs, thresholds[best]
+    return correct[np.arange(num_folds), best] / (genuine + impostor)[:, -1], thresholds[best]
 
 
 def area_under_roc(genuine: np.ndarray, impostor: np.ndarray) -> float:
@@ -366,19 +368,6 @@ def _fold_of_pair(num_pairs: int, num_folds: int) -> np.ndarray:
     sizes = np.full(num_folds, num_pairs // num_folds)
     sizes[: num_pairs % num_folds] += 1
     return np.repeat(np.arange(num_folds), sizes)
-
-
-def _count_accepted(
-    distances: np.ndarray, same: np.ndarray, num_folds: int, thresholds: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return how many genuine (F, T) and impostor (F, T) pairs are below each threshold, and how many there are (F, 2)."""
-    fold = _fold_of_pair(distances.size, num_folds)
-    kind = np.where(same, 0, 1)
-    first = np.searchsorted(thresholds, distances, side="right")  # (P,), the first threshold above each distance
-    num_bins = thresholds.size + 1  # the last bin has the pairs that no threshold accepts
-    counts = np.bincount((kind * num_folds + fold) * num_bins + first, minlength=2 * num_folds * num_bins)
-    accepted = counts.reshape(2, num_folds, num_bins).cumsum(axis=2)
-    return accepted[0, :, :-1], accepted[1, :, :-1], accepted[:, :, -1].T
 
 
 def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
