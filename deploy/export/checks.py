@@ -274,15 +274,11 @@ def open_file(path: Path, contract: InputContract, threads: int) -> Embed:
     return lambda pixels: session.run(None, {entry: network_input(pixels, contract)})
 
 
-class Comparison(NamedTuple):
-    """How far an exported file is from its network."""
-
-    difference: float  # the largest of an embedding, relative to its length; inf if a number is not finite
-    cosine: float  # the smallest between an embedding and that of the network
-
-
-def compare(run: Embed, pixels: np.ndarray, reference: np.ndarray, contract: InputContract) -> Comparison:
+def compare(run: Embed, pixels: np.ndarray, reference: np.ndarray, contract: InputContract) -> tuple[float, float]:
     """Return how far a file is from its network, over batches of BATCHES.
+
+    The largest difference of an embedding, relative to its length, inf if a number is not finite; and the smallest cosine
+    between an embedding and that of the network.
 
     Args:
         reference: raw embeddings (n, D) of the network.
@@ -305,7 +301,7 @@ def compare(run: Embed, pixels: np.ndarray, reference: np.ndarray, contract: Inp
     largest = float(np.concatenate([np.linalg.norm(values, axis=1) for values in differences]).max())
     of_found = np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     cosines = (found / of_found * exact / safe).sum(1)
-    return Comparison(largest if np.isfinite(largest) else np.inf, float(cosines.min()))
+    return largest if np.isfinite(largest) else np.inf, float(cosines.min())
 
 
 def _split(pixels: np.ndarray) -> Sequence[np.ndarray]:

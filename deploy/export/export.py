@@ -37,16 +37,6 @@ SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "openvino": ".xml"}
 _ROUNDING = 1e-9  # percent points: a loss of 92.0 -> 91.5 % is computed as a little more than 0.5
 
 
-class Source(NamedTuple):
-    """What is exported, and what it is compared on."""
-
-    network: Network
-    sets: Sequence[PairSet]  # for the accuracy of fp16 and int8
-    calibration: FaceDataset | None  # for int8
-    pixels: np.ndarray  # (n, S, S, 3) uint8 RGB
-    reference: np.ndarray  # (n, D), their raw embeddings by the network
-
-
 class Made(NamedTuple):
     """An exported file of one precision."""
 
@@ -61,17 +51,16 @@ class Made(NamedTuple):
         return sum(path.stat().st_size for path in self.files) / 1e6
 
 
-class Exporter:
-    """The work of one export.
+class Exporter(NamedTuple):
+    """The work of one export: what is exported, and what it is compared on."""
 
-    Args:
-        options: of face export.
-        folder: for the files, which have the name of --out there.
-    """
-
-    def __init__(self, options: argparse.Namespace, source: Source, folder: Path) -> None:
-        self.options, self.source, self.folder = options, source, folder
-        self.accuracies: dict[str, dict[str, float]] = {}
+    options: argparse.Namespace  # of face export
+    folder: Path  # for the files, which have the name of --out there
+    network: Network
+    sets: Sequence[PairSet]  # for the accuracy of fp16 and int8
+    calibration: FaceDataset | None  # for int8
+    pixels: np.ndarray  # (n, S, S, 3) uint8 RGB
+    reference: np.ndarray  # (n, D), their raw embeddings by the network
 
     def make(self) -> tuple[Sequence[Path], dict[str, Any]]:
         """Make and check the files; return those of --precision, and what is known of them as plain values.
@@ -79,45 +68,43 @@ class Exporter:
         Raises:
             ValueError: a file is not like the network.
         """
-        options, source = self.options, self.source
+        options = self.options
         contract = self._describe("fp32")
         if options.pack:  # before minutes of work
             {"insightface": checks.check_insightface, "hub": check_hub}[options.pack](self._describe(options.precision))
-        module = graph.Deployed(source.network, options.with_preprocess, options.flip)
-        print(f"tracing {source.network.title}", flush=True)
-        traced = graph.trace(module, source.network.image_size)
+        module = graph.Deployed(self.network, options.with_preprocess, options.flip)
+        print(f"tracing {self.network.title}", flush=True)
+        traced = graph.trace(module, self.network.image_size)
         made = {"fp32": self._make_fp32(traced, contract)}
         wanted = [options.precision] if options.precision != "fp32" else []
         if options.measure and options.to == "onnx":
-            wanted = ["fp16", *(["int8"] if source.calibration is not None else [])]
+            wanted = ["fp16", *(["int8"] if self.calibration is not None else [])]
         for precision in wanted:
             made[precision] = self._make_smaller(precision, made["fp32"])
-        if wanted:
-            self._measure_accuracies(made)
+        accuracies = self._measure_accuracies(made) if wanted else {}
         chosen = made[options.precision]
         if options.pack == "insightface":
             checks.check_insightface_nodes(chosen.files[0])
         facts = {
-            "network": source.network.title,
+            "network": self.network.title,
             "contract": chosen.contract._asdict(),
             "folded": traced.folded,
             "norms": traced.norms,
             "batches": list(checks.BATCHES),
-            "images": f"of {source.sets[0].name}" if source.sets else "drawn",
+            "images": f"of {self.sets[0].name}" if self.sets else "drawn",
             "files": {
                 precision: {"megabytes": found.megabytes, "difference": found.difference, "cosine": found.cosine}
                 for precision, found in made.items()
             },
-            "accuracies": self.accuracies,
+            "accuracies": accuracies,
             "times": self._times(made) if options.measure else {},
             "threads": options.threads,
         }
         return chosen.files, facts
 
     def _describe(self, precision: str) -> InputContract:
-        options, source = self.options, self.source
-        size = source.reference.shape[1]
-        return graph.describe(source.network, options.backbone or "", size, options.with_preprocess, options.flip, precision)
+        options, size = self.options, self.reference.shape[1]
+        return graph.describe(self.network, options.backbone or "", size, options.with_preprocess, options.flip, precision)
 
     def _path(self, precision: str) -> Path:
         """Return the path of a file, in a folder of its own, because it refers to its weights by their name."""
@@ -145,7 +132,6 @@ class Exporter:
 
     def _make_smaller(self, precision: str, full: Made) -> Made:
         """Return a file of 16 or 8 bits, made from the fp32 one."""
-        options, source = self.options, self.source
         if len(full.files) > 1:
             largest = f"{graph.LARGEST_FILE / 1e9:g} GB"
             raise ValueError(f"--precision {precision} and --measure are for networks of at most {largest}")
@@ -154,9 +140,9 @@ class Exporter:
         if precision == "fp16":
             model = checks.to_fp16(model)
         else:
-            assert source.calibration is not None
-            count, entry = options.calibration_images, model.graph.input[0].name
-            batches = checks.calibration_batches(source.calibration, contract, count, entry)
+            assert self.calibration is not None
+            count, entry = self.options.calibration_images, model.graph.input[0].name
+            batches = checks.calibration_batches(self.calibration, contract, count, entry)
             model = checks.to_int8(model, batches, path.parent)
         graph.write_metadata(model, contract)
         made = self._compared(graph.write_onnx(model, path), contract)
@@ -168,7 +154,7 @@ class Exporter:
         """Return a file with its distance from the network; ValueError if it cannot be run."""
         try:
             run = checks.open_file(files[0], contract, self.options.threads)
-            found = checks.compare(run, self.source.pixels, self.source.reference, contract)
+            found = checks.compare(run, self.pixels, self.reference, contract)
         except (OSError, ValueError):
             raise
         except Exception as error:  # of onnxruntime or torch, which have many kinds
@@ -176,32 +162,32 @@ class Exporter:
             raise ValueError(f"--out: nothing is written: the exported network does not run: {what:.300}") from None
         return Made(files, contract, *found)
 
-    def _measure_accuracies(self, made: Mapping[str, Made]) -> None:
+    def _measure_accuracies(self, made: Mapping[str, Made]) -> dict[str, dict[str, float]]:
         """Score the network and its smaller files on the sets; raise ValueError if --precision loses too much."""
-        options, source = self.options, self.source
-        settings = (source.sets, source.network.image_size, options.batch_size, options.threads)
-        models: dict[str, Callable[[], torch.nn.Module]] = {"fp32": lambda: source.network.model}
+        options, found = self.options, dict[str, dict[str, float]]()
+        settings = (self.sets, self.network.image_size, options.batch_size, options.threads)
+        models: dict[str, Callable[[], torch.nn.Module]] = {"fp32": lambda: self.network.model}
         for precision in [precision for precision in made if precision != "fp32"]:
             models[precision] = functools.partial(open_foreign, made[precision].files[0], options.threads, trust_code=False)
-        for precision, model in models.items() if source.sets else ():
-            self.accuracies[precision] = {}
+        for precision, model in models.items() if self.sets else ():
+            found[precision] = {}
             for name, accuracy in checks.accuracies(model(), *settings):
                 print(f"{precision} {name}: {100 * accuracy:.2f} %", flush=True)
-                self.accuracies[precision][name] = accuracy
+                found[precision][name] = accuracy
         if options.max_loss is None:
-            return
-        before, after = self.accuracies["fp32"], self.accuracies[options.precision]
+            return found
+        before, after = found["fp32"], found[options.precision]
         lost, name = max((100 * (before[name] - after[name]), name) for name in after)
         if lost > options.max_loss + _ROUNDING:
             raise ValueError(
                 f"--max-loss: nothing is written: {options.precision} loses {lost:.2f} percent points of accuracy on {name}, "
                 f"{100 * before[name]:.2f} -> {100 * after[name]:.2f} %, and may lose {options.max_loss:g}"
             )
+        return found
 
     def _times(self, made: Mapping[str, Made]) -> dict[str, dict[str, dict[str, float]]]:
         """Return the times of a forward pass, by network and batch."""
-        options, source = self.options, self.source
-        model = copy.copy(source.network.model)
+        options, model = self.options, copy.copy(self.network.model)
 
         def by_torch(pixels: np.ndarray) -> None:
             images = normalise(torch.from_numpy(pixels))
@@ -214,7 +200,7 @@ class Exporter:
         times: dict[str, dict[str, dict[str, float]]] = {name: {} for name in runs}
         with inference_mode(model):
             for batch in (1, options.measure_batch):
-                pixels = np.resize(source.pixels, (batch, *source.pixels.shape[1:]))
+                pixels = np.resize(self.pixels, (batch, *self.pixels.shape[1:]))
                 for name, timing in checks.measure(runs, pixels, options.threads).items():
                     times[name][str(batch)] = timing._asdict()
         return times
@@ -272,7 +258,7 @@ def export(options: argparse.Namespace) -> None:
     if not np.isfinite(reference).all():
         raise ValueError(f"{network.name}: its embeddings are not finite; take an earlier checkpoint")
     with unfinished_folder(hub or options.out) as folder:
-        files, facts = Exporter(options, Source(network, sets, calibration, pixels, reference), folder).make()
+        files, facts = Exporter(options, folder, network, sets, calibration, pixels, reference).make()
         # weights first: the file is never without them
         moves = {file: options.out.with_name(file.name) for file in files[::-1]}
         if hub and known:
