@@ -33,15 +33,6 @@ class Point(NamedTuple):
     tar: float | None
     far: float | None  # at this threshold
     num_accepted: int  # impostor pairs above the threshold
-    interval: Interval | None  # 95 %, of the TAR
-
-
-class Histogram(NamedTuple):
-    """How many pairs of each kind have a cosine between two of the `edges`, of which there is one more than of the counts."""
-
-    edges: list[float]
-    genuine: list[int]
-    impostor: list[int]
 
 
 class SetResult(NamedTuple):
@@ -54,8 +45,9 @@ class SetResult(NamedTuple):
     num_genuine: int | None
     num_impostor: int | None
     points: list[Point]
-    intervals: dict[str, Interval]  # 95 %: accuracy, eer, auc
-    histogram: Histogram | None  # None in files of earlier versions
+    intervals: dict[str, Interval]  # 95 %: accuracy, eer, auc, and the TAR of points by their target
+    # how many genuine and impostor pairs have a cosine between two of the edges, one more; None in files of earlier versions
+    histogram: dict[str, list] | None
 
     def measured(self) -> list[Point]:
         """Return the thresholds that the pairs could measure, from the highest FAR to the lowest."""
@@ -131,13 +123,13 @@ def _set_result(name: str, numbers: Any) -> SetResult:
         _optional(_rate, numbers.get("auc"), f"{at}auc"),
         _optional(_count, numbers.get("num_genuine"), f"{at}num_genuine"),
         _optional(_count, numbers.get("num_impostor"), f"{at}num_impostor"),
-        [_point(value, f"{at}operating_points", intervals) for value in _list([] if points is None else points, at, 20)],
-        {key: intervals[key] for key in ("accuracy", "eer", "auc") if key in intervals},
+        [_point(value, f"{at}operating_points") for value in _list([] if points is None else points, at, 20)],
+        intervals,
         _optional(_histogram, numbers.get("similarities"), f"{at}similarities"),
     )
 
 
-def _point(value: Any, at: str, intervals: dict[str, Interval]) -> Point:
+def _point(value: Any, at: str) -> Point:
     entry = _object(value, at)
     target = entry.get("target")
     try:
@@ -149,10 +141,10 @@ def _point(value: Any, at: str, intervals: dict[str, Interval]) -> Point:
     cosine = _optional(_cosine, entry.get("cosine_threshold"), f"{at}.cosine_threshold")
     tar, far = (_optional(_rate, entry.get(key), f"{at}.{key}") for key in ("tar", "far"))
     accepted = _count(entry.get("num_accepted", 0), f"{at}.num_accepted")
-    return Point(str(target), cosine, tar, far, accepted, intervals.get(str(target)))
+    return Point(str(target), cosine, tar, far, accepted)
 
 
-def _histogram(value: Any, at: str) -> Histogram:
+def _histogram(value: Any, at: str) -> dict[str, list]:
     entry = _object(value, at)
     edges = [_cosine(one, at) for one in _list(entry.get("cosine"), at)]
     genuine, impostor = ([_count(one, at) for one in _list(entry.get(key), at)] for key in ("genuine", "impostor"))
@@ -160,7 +152,7 @@ def _histogram(value: Any, at: str) -> Histogram:
         raise ValueError(f"{at}: there must be one more edge than counts of each kind, and a count")
     if any(low >= high for low, high in itertools.pairwise(edges)):
         raise ValueError(f"{at}: the edges must ascend")
-    return Histogram(edges, genuine, impostor)
+    return {"edges": edges, "genuine": genuine, "impostor": impostor}
 
 
 def _optional(check: Callable[[Any, str], Checked], value: Any, at: str) -> Checked | None:

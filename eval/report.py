@@ -418,7 +418,7 @@ def point_rows(
         if point.tar is None or point.far is None or point.cosine is None:
             rows.append((name, f"{point.target} and less", *["-"] * 5))
             break
-        tar, interval = f"{100 * point.tar:.2f}", range_text(intervals[point.target])
+        tar, interval = f"{100 * point.tar:.2f}", range_text(intervals.get(point.target))
         rows.append((name, point.target, f"{point.cosine:.4f}", tar, interval, f"{point.far:.2e}", point.num_accepted))
     return rows
 

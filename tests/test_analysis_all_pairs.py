@@ -176,7 +176,7 @@ def test_the_program_writes_the_rates_of_every_pair_and_galleries_read_its_thres
         )  # fmt: skip
     assert found.auc == pytest.approx(area_under_roc(genuine, impostor), abs=1e-9)
     assert found.eer == pytest.approx(equal_error_rate(genuine, impostor), abs=1e-9)
-    assert found.histogram is not None and sum(found.histogram.impostor) == len(impostor)
+    assert found.histogram is not None and sum(found.histogram["impostor"]) == len(impostor)
     page = (tmp_path / "out" / "report.html").read_text()
     nearest = np.lexsort((second[~same], first[~same], -cosines[~same]))[0]
     assert f"<td>{first[~same][nearest]}</td><td>{second[~same][nearest]}</td>" in page.replace(' class="number"', "")
@@ -186,7 +186,8 @@ def test_the_program_writes_the_rates_of_every_pair_and_galleries_read_its_thres
     assert alike.shape[1] > 4 * alike.shape[0] and alike.shape == pictures[2].shape
     assert (alike[60, [60, 176]] == 2 * np.array([[first[~same][nearest]], [second[~same][nearest]]])).all()
     assert {name.name for name in (tmp_path / "out").iterdir()} == {"report.html", "results.json", "pairs.png"}
-    assert all(point.interval[0] <= point.tar <= point.interval[1] for point in found.measured())
+    intervals = [(*found.intervals[point.target], point.tar) for point in found.measured()]
+    assert intervals and all(low <= tar <= high for low, high, tar in intervals)
     before = json.loads((tmp_path / "out" / "results.json").read_text())
     assert pairs.main(words) == 1 and "exists already" in capsys.readouterr().err
     assert pairs.main([*words, "--again"]) == 0 and json.loads((tmp_path / "out" / "results.json").read_text()) == before

@@ -213,7 +213,7 @@ def test_numbers_that_are_computed_now_are_those_of_a_report(place: Path, answer
     before = read_results(place / "report" / "results.json")["tiny"]
     assert (now.num_genuine, now.num_impostor, now.accuracy, now.eer) == (30, 30, before.accuracy, before.eer)
     assert [point.cosine for point in now.measured()] == pytest.approx([point.cosine for point in before.measured()], abs=1e-5)
-    assert now.histogram.edges == pytest.approx(before.histogram.edges, abs=1e-5)
+    assert now.histogram["edges"] == pytest.approx(before.histogram["edges"], abs=1e-5)
 
 
 class _HalfDetector(Detector):

@@ -356,7 +356,7 @@ def _add_results(document: Document, results: Results, found_in: Path | str) -> 
     )
     rows = []
     for result in results.values():
-        rows += point_rows(result.name, result.points, {point.target: point.interval for point in result.points})
+        rows += point_rows(result.name, result.points, result.intervals)
     document.table(POINT_COLUMNS, rows)
     few = [
         f"{result.name} has {result.num_impostor:,} impostor pairs"

@@ -235,13 +235,12 @@ def _number(text: str) -> int:
 
 
 def _set_of_page(result: SetResult) -> dict[str, Any]:
-    drawn = result.histogram
     return {
         "name": result.name,
         "num_genuine": result.num_genuine,
         "num_impostor": result.num_impostor,
         "points": [{"far": point.target, "cosine": point.cosine, "tar": point.tar} for point in result.measured()],
-        "histogram": {"edges": drawn.edges, "genuine": drawn.genuine, "impostor": drawn.impostor} if drawn else None,
+        "histogram": result.histogram,
     }
 
 
