@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from torch import nn
 
 from backbones import build_backbone
 from configs.values import is_nothing, read_yaml
@@ -22,7 +21,7 @@ from utils.distributed.agreement import digest, digest_tensors
 from utils.files import MAX_SMALL_TEXT, NewFile, read_bytes, read_text, reading, shown, write_file
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
-from utils.text import did_you_mean, markdown_table, markdown_text, one_line, printable
+from utils.text import did_you_mean, markdown_table, markdown_text, one_line
 
 from ..results import SetResult, read_results_of, results_file
 from .facts import Facts, backbone_words, data_facts, recipe_facts
@@ -45,7 +44,7 @@ class Document:
     def text(self, text: str) -> None:
         """Add paragraphs; an empty line parts them, other line ends do not count."""
         for paragraph in re.split(r"\n\s*\n", text.strip()):
-            self._markdown.append(markdown_text(printable(" ".join(paragraph.split()))))
+            self._markdown.append(markdown_text(" ".join(paragraph.split())))
 
     def missing(self, text: str) -> None:
         """Add the place of a text that somebody must write; `text` says what it is to say."""
@@ -53,12 +52,8 @@ class Document:
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Add a table."""
-        texts = [[printable(f"{cell:,}" if type(cell) is int else str(cell)) for cell in row] for row in rows]
+        texts = ([f"{cell:,}" if type(cell) is int else cell for cell in row] for row in rows)
         self._markdown.append(markdown_table([head, *texts]))
-
-    def facts(self, facts: Iterable[tuple[str, object]]) -> None:
-        """Add a list of names and values."""
-        self._markdown.append(markdown_table([("", ""), *((name, printable(str(value))) for name, value in facts)]))
 
     def picture(self, name: str, png: bytes, words: str) -> None:
         """Add a PNG, which the document has beside it as `name`."""
@@ -116,6 +111,7 @@ _TEMPLATE = """\
 # two spaces; an empty line begins a paragraph. Then make the card again with the same command. No program changes this file.
 """
 Results = Mapping[str, SetResult]
+_FACTS = ("", "")  # the head of a list of names and values
 _NUMBERS = ("set", "genuine pairs", "impostor pairs", "accuracy %", "95 % interval", "EER %", "95 % interval", "AUC")
 # beside results.json: of a training's end; of a report
 _PICTURES = {
@@ -169,7 +165,7 @@ def document_of(
     """
     results, found_in = found
     document = Document(f"Model card: {subject.name}", metadata)
-    document.facts(_network_facts(subject, options))
+    document.table(_FACTS, _network_facts(subject, options))
     for key in ("intended_use", "not_for"):
         _add_field(document, key, fields)
     _add_training(document, subject)
@@ -219,13 +215,9 @@ def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
         facts.append(("checkpoint", f"{state}step {subject.manifest['step']:,}"))
     facts.append(("hash of the weights", digest_tensors(model.state_dict())))
     facts.append(("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"))
-    facts.append(("multiply-adds for one image", f"{_multiply_adds(model, network.image_size) / 1e9:.3g} billion"))
+    operations = forward_operations(model.to("meta"), network.image_size)  # of which a multiply-add is two
+    facts.append(("multiply-adds for one image", f"{operations // 2 / 1e9:.3g} billion"))
     return facts
-
-
-def _multiply_adds(model: nn.Module, image_size: int) -> int:
-    """Return the multiply-adds of a forward pass without computing it; the model loses its weights."""
-    return forward_operations(model.to("meta"), image_size) // 2
 
 
 def _add_training(document: Document, subject: Subject) -> None:
@@ -233,10 +225,13 @@ def _add_training(document: Document, subject: Subject) -> None:
     config, signature = subject.network.config, subject.manifest.get("run_signature", {})  # classes, images, batch, seed
     data = data_facts(config, signature)
     document.section("Training data")
-    document.facts(data) if data else document.text("Not known: no configuration of a training came with the network.")
+    if data:
+        document.table(_FACTS, data)
+    else:
+        document.text("Not known: no configuration of a training came with the network.")
     if config:
         document.section("Recipe")
-        document.facts(recipe_facts(config, subject.manifest["step"], signature))
+        document.table(_FACTS, recipe_facts(config, subject.manifest["step"], signature))
 
 
 def _add_contract(document: Document, subject: Subject, options: argparse.Namespace) -> None:
@@ -246,19 +241,18 @@ def _add_contract(document: Document, subject: Subject, options: argparse.Namesp
     document.section("Input and output")
     contract = model.contract if isinstance(model, ForeignNetwork) else None
     if contract is not None:
-        document.facts(_facts_of_file(contract))
+        document.table(_FACTS, _facts_of_file(contract))
     else:
         other = network.model if isinstance(network.model, OtherInput) else None
         colour, mean, std = ("BGR" if other.bgr else "RGB", other.mean, other.std) if other else ("RGB", 127.5, 127.5)
         numbers = network.config.get("backbone", {}).get("embedding_size", options.embedding_size)
-        document.facts(
-            [
-                ("input", f"(images, 3, {size}, {size}), {colour}, float32"),
-                ("values", f"(x - {mean:g}) / {std:g}, x from 0 to 255"),
-                ("output", f"embeddings{'' if isinstance(model, ForeignNetwork) else f' of {numbers} numbers'}, {_RAW}"),
-                ("comparison", _MIRRORED),
-            ]
-        )
+        facts = [
+            ("input", f"(images, 3, {size}, {size}), {colour}, float32"),
+            ("values", f"(x - {mean:g}) / {std:g}, x from 0 to 255"),
+            ("output", f"embeddings{'' if isinstance(model, ForeignNetwork) else f' of {numbers} numbers'}, {_RAW}"),
+            ("comparison", _MIRRORED),
+        ]
+        document.table(_FACTS, facts)
     document.text(f"Faces must be aligned: a similarity brings five points nearest to these places in {size} x {size} pixels.")
     places = contract.points if contract is not None else (TEMPLATE * size / IMAGE_SIZE).tolist()
     rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, places, strict=True)]
@@ -348,7 +342,12 @@ def _add_results(document: Document, results: Results, found_in: Path | str) -> 
         "are not, so the true intervals are somewhat wider."
     )
     document.table(_NUMBERS, [_numbers_row(result) for result in results.values()])
-    _add_notes(document, results)
+    one_kind = [result.name for result in results.values() if 0 in (result.num_genuine, result.num_impostor)]
+    if one_kind:
+        document.text(f"- : not measurable; {', '.join(one_kind)} has pairs of one kind only.")
+    bare = [result.name for result in results.values() if "accuracy" not in result.intervals]
+    if bare:
+        document.text(f"No intervals in the file: {', '.join(bare)}. face eval --report writes them.")
     document.section("Thresholds")
     document.text(
         "A pair is accepted if its cosine is above the threshold. TAR is the share of the genuine pairs that are accepted, FAR "
@@ -392,12 +391,3 @@ def _numbers_row(result: SetResult) -> tuple[object, ...]:
     accuracy, eer = (range_text(result.intervals.get(key)) for key in ("accuracy", "eer"))
     auc = "-" if result.auc is None else f"{result.auc:.4f}"
     return result.name, genuine, impostor, percent(result.accuracy, "-"), accuracy, percent(result.eer, "-"), eer, auc
-
-
-def _add_notes(document: Document, results: Results) -> None:
-    one_kind = [result.name for result in results.values() if 0 in (result.num_genuine, result.num_impostor)]
-    if one_kind:
-        document.text(f"- : not measurable; {', '.join(one_kind)} has pairs of one kind only.")
-    bare = [result.name for result in results.values() if "accuracy" not in result.intervals]
-    if bare:
-        document.text(f"No intervals in the file: {', '.join(bare)}. face eval --report writes them.")
