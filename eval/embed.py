@@ -91,9 +91,7 @@ def class_means(
     order = np.argsort(classes)
     samples = np.flatnonzero(np.isin(labels, classes))
     samples = samples[np.argsort(labels[samples], kind="stable")]
-    of_class = labels[samples]
-    first = np.concatenate([[True], of_class[1:] != of_class[:-1]]) if len(of_class) else np.zeros(0, dtype=bool)
-    place = np.arange(len(samples)) - np.maximum.accumulate(np.where(first, np.arange(len(samples)), 0))  # within its class
+    place = np.arange(len(samples)) - np.searchsorted(labels[samples], labels[samples])  # within its class
     samples = samples[place < per_class]
     rows = torch.from_numpy(order[np.searchsorted(classes[order], labels[samples])])
     own = np.ones(len(samples), dtype=bool)

@@ -28,7 +28,7 @@ def draw_overview(results: PairResults, title: str) -> bytes:
     """Draw ROC curves and, per set, the histograms of similarities, side by side."""
     figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4, above=0.35)
     _draw_roc(axes[0], results)
-    _draw_all_similarities(axes[1:], results)
+    _draw_similarities(axes[1:], results)
     figure.suptitle(label_text(title))
     return png_of(figure)
 
@@ -44,7 +44,7 @@ def draw_curves(results: PairResults) -> bytes:
 def draw_similarities(results: PairResults) -> bytes:
     """Draw the histograms of genuine and impostor pairs of each set, with its thresholds."""
     figure, axes = _figure(len(results), 4.6)
-    _draw_all_similarities(axes, results)
+    _draw_similarities(axes, results)
     return png_of(figure)
 
 
@@ -115,27 +115,23 @@ def _draw_det(axis: Any, results: PairResults) -> None:
     axis.legend(loc="upper right", fontsize=8)
 
 
-def _draw_all_similarities(axes: np.ndarray, results: PairResults) -> None:
+def _draw_similarities(axes: np.ndarray, results: PairResults) -> None:
     colours = set_colours(results)
     for axis, (name, result) in zip(axes, results.items(), strict=True):
-        _draw_similarities(axis, name, result, colours[name])
-
-
-def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour: str) -> None:
-    cosine, bins = 1.0 - result.distances / 2.0, similarity_bins(result)
-    # a single outline, because drawing fifty bars takes a third of the time of the whole figure
-    axis.hist(cosine[~result.same], bins, histtype="stepfilled", alpha=0.6, color="tab:gray", label="impostor pairs")
-    axis.hist(cosine[result.same], bins, histtype="stepfilled", alpha=0.6, color=colour, label="genuine pairs")
-    threshold = result.cosine_threshold
-    axis.axvline(threshold, color="black", linewidth=1, label=f"best accuracy: cosine {threshold:.3f}")
-    measured = [point for point in result.points if point.cosine is not None]
-    if measured:
-        strictest = measured[-1]
-        label = f"FAR {strictest.target}: cosine {strictest.cosine:.3f}"
-        axis.axvline(strictest.cosine, color="black", linestyle="--", linewidth=1, label=label)
-    axis.set(xlabel="cosine similarity", ylabel="pairs", title=label_text(name))
-    axis.set_ylim(top=1.45 * axis.get_ylim()[1])  # room for the legend above the bars
-    axis.legend(loc="upper left", fontsize=8)
+        cosine, bins = 1.0 - result.distances / 2.0, similarity_bins(result)
+        # a single outline, because drawing fifty bars takes a third of the time of the whole figure
+        axis.hist(cosine[~result.same], bins, histtype="stepfilled", alpha=0.6, color="tab:gray", label="impostor pairs")
+        axis.hist(cosine[result.same], bins, histtype="stepfilled", alpha=0.6, color=colours[name], label="genuine pairs")
+        threshold = result.cosine_threshold
+        axis.axvline(threshold, color="black", linewidth=1, label=f"best accuracy: cosine {threshold:.3f}")
+        measured = [point for point in result.points if point.cosine is not None]
+        if measured:
+            strictest = measured[-1]
+            label = f"FAR {strictest.target}: cosine {strictest.cosine:.3f}"
+            axis.axvline(strictest.cosine, color="black", linestyle="--", linewidth=1, label=label)
+        axis.set(xlabel="cosine similarity", ylabel="pairs", title=label_text(name))
+        axis.set_ylim(top=1.45 * axis.get_ylim()[1])  # room for the legend above the bars
+        axis.legend(loc="upper left", fontsize=8)
 
 
 def _measurable(axis: Any, results: PairResults) -> PairResults:
