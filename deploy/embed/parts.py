@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -61,35 +61,6 @@ class Part(NamedTuple):
     vectors: np.ndarray  # (n, D) float32, of length 1
 
 
-class Plan:
-    """The parts of a run and all that they depend on.
-
-    Args:
-        embedder: the network.
-        source: the pictures.
-    """
-
-    def __init__(self, options: argparse.Namespace, embedder: Embedder, source: Source) -> None:
-        self.source = source
-        self._pictures = PICTURES[embedder.device.type]
-        detection = {name: getattr(options, name) for name in _DETECTION} if options.detector else {}
-        self.facts: dict[str, Any] = {
-            "network": embedder.digest,
-            "precision": options.precision,
-            "device": embedder.device.type,
-            "detector": onnx_hash(options.detector) if options.detector else None,
-            **{name.replace("_", " "): value for name, value in detection.items()},
-            **({"--ser-fiq": True} if options.ser_fiq else {}),
-            "list of pictures": source.digest,
-            "number of pictures in a part": self._pictures,
-        }
-        self.count = -(-len(source.names) // self._pictures)
-
-    def names_of(self, number: int) -> list[str]:
-        """Return the pictures of a part."""
-        return self.source.names[number * self._pictures : (number + 1) * self._pictures]
-
-
 def embed_part(
     options: argparse.Namespace, reader: Reader, embedder: Embedder, detector: Detector | None, names: Sequence[str]
 ) -> Part:
@@ -133,11 +104,36 @@ def embed_part(
 
 
 class Parts:
-    """The parts that are done, in a journal that has begun with the facts of the plan."""
+    """The parts of a run, of which a journal has those that are done; it begins with all that they depend on.
 
-    def __init__(self, plan: Plan, journal: Journal) -> None:
-        self._plan, self._journal = plan, journal
+    Args:
+        embedder: the network.
+        source: the pictures.
+
+    Raises:
+        ValueError: the journal was begun with other pictures, or another network or setting.
+    """
+
+    def __init__(self, options: argparse.Namespace, embedder: Embedder, source: Source, journal: Journal) -> None:
+        self.source, self._journal, self._pictures = source, journal, PICTURES[embedder.device.type]
+        detection = {name: getattr(options, name) for name in _DETECTION} if options.detector else {}
+        facts: dict[str, Any] = {
+            "network": embedder.digest,
+            "precision": options.precision,
+            "device": embedder.device.type,
+            "detector": onnx_hash(options.detector) if options.detector else None,
+            **{name.replace("_", " "): value for name, value in detection.items()},
+            **({"--ser-fiq": True} if options.ser_fiq else {}),
+            "list of pictures": source.digest,
+            "number of pictures in a part": self._pictures,
+        }
+        journal.begin(facts, options.again, str(journal.path), "was begun with")
+        self._count = -(-len(source.names) // self._pictures)
         self._entries = {entry.record.get("part"): entry for entry in journal.entries}  # the last one counts
+
+    def names_of(self, number: int) -> list[str]:
+        """Return the pictures of a part."""
+        return self.source.names[number * self._pictures : (number + 1) * self._pictures]
 
     def add(self, number: int, part: Part) -> None:
         """Store a part."""
@@ -148,7 +144,15 @@ class Parts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are still to be embedded."""
-        return [number for number in range(self._plan.count) if self.read(number) is None]
+        return [number for number in range(self._count) if self.read(number) is None]
+
+    def all(self) -> Iterator[Part]:
+        """Yield all parts in order; ValueError if one is missing or damaged."""
+        for number in range(self._count):
+            part = self.read(number)
+            if part is None:
+                raise ValueError(f"part {number} is damaged; start the same command again with --again")
+            yield part
 
     def read(self, number: int) -> Part | None:
         """Return a part, or None if it is not there or damaged."""
@@ -184,7 +188,6 @@ def open_network(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
 
 def embed_parts(
     options: argparse.Namespace,
-    plan: Plan,
     parts: Parts,
     embedder: Embedder,
     detector: Detector | None,
@@ -201,7 +204,7 @@ def embed_parts(
     Raises:
         ValueError: the network fails, or a process ends.
     """
-    names = {number: plan.names_of(number) for number in parts.missing()}
+    names = {number: parts.names_of(number) for number in parts.missing()}
     reader = open_reader(options.folder)
     here = ((number, embed_part(options, reader, embedder, detector, part)) for number, part in names.items())
     try:

@@ -12,7 +12,7 @@ from eval.embedding_table import FORMS, files_of, pyarrow
 from utils.files import NewFile, csv_bytes, new_file, write_csv
 
 from .embedder import Embedder
-from .parts import Part, Parts, Plan, Row
+from .parts import Part, Parts, Row
 
 _ROW_GROUP = 8192  # faces that a .parquet file stores together; readers skip or read whole groups
 _COLUMNS = ("name", "face", "person", "norm", "padding", "score", "ser_fiq")
@@ -26,17 +26,17 @@ def check_form(out: Path) -> None:
         pyarrow()
 
 
-def write_table(out: Path, plan: Plan, parts: Parts, embedder: Embedder) -> tuple[int, int]:
+def write_table(out: Path, parts: Parts, embedder: Embedder) -> tuple[int, int]:
     """Write the table and OUT.rejected.csv; return the number of faces and of pictures without one.
 
     Raises:
         ValueError: there is no face, or a part is damaged.
     """
     rejected_list, size = out.with_name(f"{out.name}.rejected.csv"), embedder.embedding_size
-    people = dict(zip(plan.source.names, plan.source.people, strict=True))
+    names, people = parts.source.names, dict(zip(parts.source.names, parts.source.people, strict=True))
     faces = pictures = 0
     rejected: list[tuple[str, str]] = []
-    for part in _all(plan, parts):
+    for part in parts.all():
         faces += len(part.rows)
         pictures += len({row.name for row in part.rows})
         rejected += [(name, reason) for name, reason in part.rejected]
@@ -46,32 +46,22 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedder: Embedder) -> tupl
     if not faces:
         out.with_name(f"{out.name}.unfinished").unlink(missing_ok=True)  # nothing to go on with
         name, reason = rejected[0]
-        raise ValueError(
-            f"no face in any of {len(plan.source.names)} pictures; the first, {name}, {reason}; all: {rejected_list}"
-        )
+        raise ValueError(f"no face in any of {len(names)} pictures; the first, {name}, {reason}; all: {rejected_list}")
     if out.suffix == ".npy":
         with new_file(files_of(out)[1]) as file:
             file.write(csv_bytes([_COLUMNS]))
-            for part in _all(plan, parts):
+            for part in parts.all():
                 file.write(csv_bytes(_cells(row, people[row.name]) for row in part.rows))
         with new_file(out) as file:  # last: it says that all is there
             shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, size)}
             np.lib.format.write_array_header_1_0(file, shape)
-            for part in _all(plan, parts):
+            for part in parts.all():
                 file.write(part.vectors.tobytes())
     else:
         with new_file(out) as file:
             facts = {"network": embedder.title, "digest": embedder.digest, "image_size": str(embedder.image_size)}
-            _write_parquet(file, _all(plan, parts), people, size, facts)
-    return faces, len(plan.source.names) - pictures
-
-
-def _all(plan: Plan, parts: Parts) -> Iterator[Part]:
-    for number in range(plan.count):
-        part = parts.read(number)
-        if part is None:
-            raise ValueError(f"part {number} is damaged; start the same command again with --again")
-        yield part
+            _write_parquet(file, parts.all(), people, size, facts)
+    return faces, len(names) - pictures
 
 
 def _cells(row: Row, person: str) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.embed.parts import Parts, Plan, default_processes, embed_parts, open_network
+from deploy.embed.parts import Parts, default_processes, embed_parts, open_network
 from deploy.embed.source import open_source
 from deploy.embed.table import FORMS, check_form, files_of, write_table
 from deploy.faces.detector import add_detector_arguments, open_detector
@@ -75,16 +75,14 @@ def run(options: argparse.Namespace) -> None:
         embedder, detector = open_network(options), open_detector(options)  # before anything is written
         out.parent.mkdir(parents=True, exist_ok=True)
         with open_journal(unfinished, str(out)) as journal:
-            plan = Plan(options, embedder, source)
-            journal.begin(plan.facts, options.again, str(unfinished), "was begun with")
-            parts = Parts(plan, journal)
+            parts = Parts(options, embedder, source, journal)
             missing = parts.missing()
             count = min(options.processes or default_processes(options.device), max(1, len(missing)))
-            done = len(source.names) - sum(len(plan.names_of(number)) for number in missing)
+            done = len(source.names) - sum(len(parts.names_of(number)) for number in missing)
             with progress([], len(source.names), "embedding", "picture") as bar:
                 bar.update(done)
-                embed_parts(options, plan, parts, embedder, detector, count, bar.update)
-            faces, rejected = write_table(out, plan, parts, embedder)
+                embed_parts(options, parts, embedder, detector, count, bar.update)
+            faces, rejected = write_table(out, parts, embedder)
             unfinished.unlink()
     if done:
         print(f"{done} of {len(source.names)} pictures were done already")
