@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -317,17 +317,12 @@ def accuracies(
         yield name, result.accuracy
 
 
-class Timing(NamedTuple):
-    """Milliseconds of a forward pass."""
+def measure(
+    runs: Mapping[str, Callable[[np.ndarray], object]], pixels: np.ndarray, threads: int
+) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of a forward pass of each network: median, low and high (quartiles), and the number of runs.
 
-    median: float
-    low: float  # quartiles
-    high: float
-    runs: int
-
-
-def measure(runs: Mapping[str, Callable[[np.ndarray], object]], pixels: np.ndarray, threads: int) -> dict[str, Timing]:
-    """Return the time of a forward pass of each network, in turn, so that what else runs here slows all of them alike.
+    The networks run in turn, so that what else runs here slows all of them alike.
 
     Args:
         pixels: the batch (n, S, S, 3) uint8 RGB.
@@ -347,6 +342,6 @@ def measure(runs: Mapping[str, Callable[[np.ndarray], object]], pixels: np.ndarr
                 seconds[name].append(time.perf_counter() - start)
     found = {}
     for name, values in seconds.items():
-        low, median, high = 1000 * np.quantile(values, [0.25, 0.5, 0.75])
-        found[name] = Timing(float(median), float(low), float(high), len(values))
+        low, median, high = (1000 * np.quantile(values, [0.25, 0.5, 0.75])).tolist()
+        found[name] = {"median": median, "low": low, "high": high, "runs": len(values)}
     return found

@@ -74,8 +74,8 @@ class Exporter(NamedTuple):
             {"insightface": checks.check_insightface, "hub": check_hub}[options.pack](self._describe(options.precision))
         module = graph.Deployed(self.network, options.with_preprocess, options.flip)
         print(f"tracing {self.network.title}", flush=True)
-        traced = graph.trace(module, self.network.image_size)
-        made = {"fp32": self._make_fp32(traced, contract)}
+        program, folded, norms = graph.trace(module, self.network.image_size)
+        made = {"fp32": self._make_fp32(program, contract)}
         wanted = [options.precision] if options.precision != "fp32" else []
         if options.measure and options.to == "onnx":
             wanted = ["fp16", *(["int8"] if self.calibration is not None else [])]
@@ -88,8 +88,8 @@ class Exporter(NamedTuple):
         facts = {
             "network": self.network.title,
             "contract": chosen.contract._asdict(),
-            "folded": traced.folded,
-            "norms": traced.norms,
+            "folded": folded,
+            "norms": norms,
             "batches": list(checks.BATCHES),
             "images": f"of {self.sets[0].name}" if self.sets else "drawn",
             "files": {
@@ -112,16 +112,16 @@ class Exporter(NamedTuple):
         folder.mkdir()
         return folder / self.options.out.name
 
-    def _make_fp32(self, traced: graph.Traced, contract: InputContract) -> Made:
+    def _make_fp32(self, program: torch.export.ExportedProgram, contract: InputContract) -> Made:
         path = self._path("fp32")
         files: Sequence[Path] = [path]
         print(f"writing {path.suffix[1:]}, and comparing it with torch", flush=True)
         if self.options.to == "pt2":
-            graph.write_pt2(traced.program, path, contract)
+            graph.write_pt2(program, path, contract)
         else:
             write = graph.write_openvino if self.options.to == "openvino" else graph.write_onnx
             entry = "data" if self.options.pack == "insightface" else "images"
-            files = write(graph.to_onnx(traced.program, contract, entry), path)
+            files = write(graph.to_onnx(program, contract, entry), path)
         made = self._compared(files, contract)
         if not made.difference <= checks.PARITY:
             raise ValueError(
@@ -202,7 +202,7 @@ class Exporter(NamedTuple):
             for batch in (1, options.measure_batch):
                 pixels = np.resize(self.pixels, (batch, *self.pixels.shape[1:]))
                 for name, timing in checks.measure(runs, pixels, options.threads).items():
-                    times[name][str(batch)] = timing._asdict()
+                    times[name][str(batch)] = timing
         return times
 
 
@@ -229,8 +229,8 @@ def table(facts: Mapping[str, Any]) -> str:
         numbers = list(next(iter(facts["times"].values())))
         rows = [["forward pass, median (quartiles)", *(f"batch {number}: ms" for number in numbers)]]
         for name, found in facts["times"].items():
-            times = [checks.Timing(**found[number]) for number in numbers]
-            rows.append([name, *(f"{time.median:.2f} ({time.low:.2f} to {time.high:.2f})" for time in times)])
+            times = [found[number] for number in numbers]
+            rows.append([name, *(f"{time['median']:.2f} ({time['low']:.2f} to {time['high']:.2f})" for time in times)])
         lines += ["", plain_table(rows), f"{facts['threads']} thread(s), the networks in turn"]
     return "\n".join(lines)
 

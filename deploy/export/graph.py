@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,16 +132,10 @@ class Deployed(nn.Module):
         return embeddings / norms.clamp(min=torch.finfo(torch.float32).tiny)[:, None], norms
 
 
-class Traced(NamedTuple):
-    """A network as a graph."""
-
-    program: ExportedProgram
-    folded: int  # batch normalisations that are part of the layer before them
-    norms: int  # batch normalisations in all
-
-
-def trace(module: Deployed, image_size: int) -> Traced:
+def trace(module: Deployed, image_size: int) -> tuple[ExportedProgram, int, int]:
     """Return the graph of a network for any batch, its batch normalisations folded where that changes no result.
+
+    Then how many are folded, and how many there are in all.
 
     Raises:
         ValueError: torch.export cannot trace it; the message has its reason.
@@ -155,7 +149,7 @@ def trace(module: Deployed, image_size: int) -> Traced:
             program = torch.export.export(module, (images,), dynamic_shapes=batch)
         except Exception as error:  # of torch's compiler, which has many kinds
             raise ValueError(f"torch.export cannot trace this network: {first_line(error):.300}") from None
-        return Traced(program, *fold_norms(program))
+        return program, *fold_norms(program)
 
 
 def fold_norms(program: ExportedProgram) -> tuple[int, int]:
