@@ -11,7 +11,7 @@ import numpy as np
 from deploy.journal import Journal
 from utils.cli import progress
 
-from .all_pairs import NUM_BINS, Extremes, PairCounts, accepted_at, count_pairs
+from .all_pairs import NUM_BINS, Extremes, PairCounts, accepted_at, count_pairs, genuine_pairs
 from .intervals import Rate, Spread, make_rate, spread_of_list
 
 MAX_GROUPS = 64
@@ -134,23 +134,16 @@ def impostor_spreads(faces: Grouped, edge: float, journal: Journal | None = None
 
 def genuine_cells(faces: Grouped, edge: float) -> np.ndarray:
     """Return a row for each person and two groups g <= h of the pictures: g, h, rejected and all pairs, (m, 4) int64."""
-    order = np.lexsort((faces.groups, faces.labels))
-    ends = [*(np.flatnonzero(np.diff(faces.labels[order])) + 1).tolist(), len(order)]
-    cells = [np.zeros((0, 4), dtype=np.int64)]
-    for begin, end in zip([0, *ends], ends, strict=False):
-        rows = order[begin:end]
-        firsts = np.flatnonzero(np.diff(faces.groups[rows], prepend=-1))
-        sizes, groups = np.diff(firsts, append=len(rows)), faces.groups[rows[firsts]]
-        places = np.repeat(np.arange(len(firsts)), sizes)
-        rejected = np.zeros((len(firsts), len(firsts)), dtype=np.int64)
-        for start in range(0, len(rows), _ROWS):
-            part = slice(start, start + _ROWS)
-            wrong = np.triu(faces.vectors[rows[part]] @ faces.vectors[rows].T < edge, start + 1)
-            np.add.at(rejected, places[part], np.add.reduceat(wrong, firsts, axis=1, dtype=np.int64))
-        pairs = np.triu(np.outer(sizes, sizes), 1) + np.diag(sizes * (sizes - 1) // 2)
-        one, other = np.nonzero(pairs)
-        cells.append(np.stack([groups[one], groups[other], rejected[one, other], pairs[one, other]], axis=1))
-    return np.concatenate(cells)
+    count, parts = len(faces.names), [np.zeros((3, 0), dtype=np.int64)]
+    for first, second, cosines in genuine_pairs(faces.vectors, faces.labels):  # some or all pairs of a person
+        low, high = np.sort(faces.groups[[first, second]], axis=0)
+        cells = np.bincount(2 * (low * count + high) + (cosines < edge), minlength=2 * count**2).reshape(-1, 2)
+        there = np.flatnonzero(cells.any(axis=1))
+        parts.append(np.stack([faces.labels[first[0]] * count**2 + there, cells[there, 1], cells[there].sum(axis=1)]))
+    keys, *numbers = np.concatenate(parts, axis=1)
+    found, places = np.unique(keys, return_inverse=True)
+    rejected, pairs = (np.bincount(places, part, len(found)).astype(np.int64) for part in numbers)
+    return np.stack([*np.divmod(found % count**2, count), rejected, pairs], axis=1)
 
 
 def measure_table(faces: Grouped, far: float | None, threshold: float | None, worst: int, journal: Journal | None) -> Outcome:
