@@ -163,8 +163,7 @@ def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarr
     """
     order = np.lexsort((row_keys(vectors), labels))
     vectors, labels = vectors[order], labels[order]
-    starts = np.flatnonzero(np.diff(labels, prepend=-1))
-    place = np.arange(len(labels)) - np.repeat(starts, np.diff(starts, append=len(labels)))  # among the faces of the person
+    place = np.arange(len(labels)) - np.searchsorted(labels, labels)  # among the faces of the person
     parts, owners = [], []
     for size in SIZES:
         last = np.flatnonzero(place % size == size - 1)
@@ -214,12 +213,9 @@ def cluster(
     vectors = np.ascontiguousarray(vectors[order])
     first, second, cosines = _similar(vectors, float(thresholds.min()), journal, advance)
     found = _average_linkage(vectors, first, second, cosines, thresholds)
-    sizes = np.bincount(found)
-    renumbered = np.empty(len(sizes), dtype=np.int64)
-    renumbered[np.lexsort((np.unique(found, return_index=True)[1], -sizes))] = np.arange(len(sizes))
+    renumbered = np.argsort(np.lexsort((np.unique(found, return_index=True)[1], -np.bincount(found))))  # each one's rank
     own, other, sure = _means(vectors, found, first, second, thresholds)
-    back = np.empty(len(order), dtype=np.int64)
-    back[order] = np.arange(len(order))
+    back = np.argsort(order)
     return Clusters(renumbered[found][back], own[back], other[back], sure[back])
 
 
