@@ -211,8 +211,10 @@ class _Search:
             if inside.count(os.sep) >= MAX_DEPTH:
                 raise ValueError(f"{shown(path)}: lies more than {MAX_DEPTH} folders deep; move it up, or remove it")
             try:
-                if self.seen is not None and self._is_seen(path):
-                    continue
+                if self.seen is not None:
+                    if (inode := _inode(path)) in self.seen:
+                        continue
+                    self.seen.add(inode)
                 with os.scandir(path) as entries:
                     listed = list(entries)
             except OSError as error:
@@ -247,13 +249,6 @@ class _Search:
                 self.passed.append(f"{shown(link)}: a link to {shown(os.path.realpath(path))}, which is searched already")
             else:
                 self.enter(link)
-
-    def _is_seen(self, path: str) -> bool:
-        """Return whether a folder was entered before, and mark it as entered."""
-        assert self.seen is not None
-        inode, before = _inode(path), len(self.seen)
-        self.seen.add(inode)
-        return len(self.seen) == before
 
 
 def _inode(path: str) -> tuple[int, int]:
