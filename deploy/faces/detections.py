@@ -5,6 +5,7 @@ picture that is scaled by f has its point x at (x + 0.5) f - 0.5, which is how O
 Shapes: H, W = height and width of a picture, n = candidates, A = cells of all strides times anchors of a cell.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +31,6 @@ class Face(NamedTuple):
     score: float
 
 
-class Settings(NamedTuple):
-    """Which faces of a picture count."""
-
-    min_score: float | None  # None = that of the detector's authors
-    min_size: float  # pixels of the picture, of the shorter side of a box
-    overlap: float  # intersection over union from which the weaker of two boxes is dropped
-    longest: int  # side in pixels to which a larger picture is shrunk, if the file leaves the size open
-
-
 class Candidates(NamedTuple):
     """What a detector found before the weak and the double ones are dropped, in pixels of its input."""
 
@@ -50,17 +42,21 @@ class Candidates(NamedTuple):
 class Detector:
     """A face detector, whose graph onnxruntime runs. `detect` may be called by several threads at once.
 
+    Args:
+        options: min_score (None = that of the detector's authors), min_size, overlap and longest_side of
+            `add_detector_arguments`, which say what faces of a picture count.
+
     Raises:
         ValueError: its input is too large, or its outputs are not those of such a detector.
     """
 
     own_min_score = 0.5
 
-    def __init__(self, path: Path, settings: Settings, session: "Session") -> None:
+    def __init__(self, path: Path, options: argparse.Namespace, session: "Session") -> None:
         fixed = session.fixed
         if fixed and not 1 <= min(fixed) <= max(fixed) <= LONGEST:
             raise ValueError(f"{path}: its input has {fixed[1]} x {fixed[0]} pixels, and a side may have {LONGEST:,} at most")
-        self.path, self.settings, self.fixed, self.name = path, settings, fixed, path.name
+        self.path, self.options, self.fixed, self.name = path, options, fixed, path.name
         self._session = session
         self.candidates(np.zeros((*(fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
 
@@ -70,11 +66,11 @@ class Detector:
         Raises:
             ValueError: the detector fails on it, or returns what cannot be faces.
         """
-        canvas, factor = letterbox(pixels, self.fixed, self.settings.longest)
-        minimum = self.own_min_score if self.settings.min_score is None else self.settings.min_score
+        canvas, factor = letterbox(pixels, self.fixed, self.options.longest_side)
+        minimum = self.own_min_score if self.options.min_score is None else self.options.min_score
         found = strongest(self.candidates(canvas, minimum), minimum, self.path)
-        kept = suppress(found.boxes, found.scores, self.settings.overlap)
-        return to_picture(Candidates(*(part[kept] for part in found)), factor, pixels.shape[:2], self.settings.min_size)
+        kept = suppress(found.boxes, found.scores, self.options.overlap)
+        return to_picture(Candidates(*(part[kept] for part in found)), factor, pixels.shape[:2], self.options.min_size)
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
         """Return the candidates on a canvas (h, w, 3) uint8 RGB; those with a score below `minimum` may be left out."""

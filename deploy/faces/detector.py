@@ -12,7 +12,7 @@ from eval.foreign_networks import check_outside_data
 from utils.cli import SHARE, int_in_range
 from utils.files import check_file
 
-from .detections import LONGEST, STRIDES, Candidates, Detector, Face, Session, Settings
+from .detections import LONGEST, STRIDES, Candidates, Detector, Face, Session
 
 _SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
 _MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
@@ -249,18 +249,17 @@ def open_detector(options: argparse.Namespace) -> Detector | None:
     if path is None:
         return None
     check_file(path)
-    settings = Settings(options.min_score, options.min_size, options.overlap, options.longest_side)
     check_outside_data(path)
     session = Session(path)
     names = session.names
     if OUTPUTS.issubset(names):
-        return YuNet(path, settings, session)
+        return YuNet(path, options, session)
     if len(names) == 3:
-        return RetinaFace(path, settings, session)
+        return RetinaFace(path, options, session)
     if len(names) == 4:
-        return CenterFace(path, settings, Session(path, any_size=True))
+        return CenterFace(path, options, Session(path, any_size=True))
     if len(names) == 9:
-        return Scrfd(path, settings, session)
+        return Scrfd(path, options, session)
     if len(names) == 6:
         raise ValueError(f"{path}: a detector without landmarks, which align the faces; take the file with keypoints (kps)")
     raise ValueError(
