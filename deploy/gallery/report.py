@@ -22,7 +22,7 @@ from utils.text import one_line
 from ..embed.embedder import Embedder, open_embedder
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected
-from ..faces.tracks import Span, Track, Tracker
+from ..faces.tracks import Track, Tracker
 from ..faces.video import SUFFIXES, read_frames
 from ..results import Threshold
 from . import commands
@@ -42,12 +42,8 @@ _MISSING = 0.1  # share of the frames that a video claims; files that only know 
 class Query(NamedTuple):
     """A face to search, and what was found."""
 
-    picture: Picture
-    hash: bytes
-    crop: Crop
-    norm: float
+    face: EmbeddedFace
     matches: list[Match]
-    span: Span | None  # of a track of a video
 
 
 def search_all(options: argparse.Namespace) -> None:
@@ -78,18 +74,16 @@ def search_all(options: argparse.Namespace) -> None:
         _print_threshold(threshold, searcher)
         del searcher  # if the gallery changes, another one takes its memory
         queries: list[Query] = []
-        raw = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
         stills = [one for one in pictures if one.path.suffix.lower() not in SUFFIXES]
         faces = commands.read_faces(stills, detector, embedder.image_size, options.which, options.threads)
         batches = [commands.embed_faces(faces, len(stills), "searching", embedder, rejected)] if stills else []
         batches += [_embed_video(one, detector, embedder, options, rejected) for one in videos]
         for batch in itertools.chain.from_iterable(batches):
-            raw.append(np.stack([face.embedding for face in batch]) if batch else raw[0])
-            for face, matches in zip(batch, gallery.search(raw[-1], options.k, options.by, options.weights), strict=True):
+            raw = np.stack([face.embedding for face in batch]) if batch else np.zeros((0, embedder.embedding_size))
+            for face, matches in zip(batch, gallery.search(raw, options.k, options.by, options.weights), strict=True):
                 # only those of the sheet keep their pixels; those of a large folder would fill the memory
                 crop = face.crop if len(queries) < MAX_ROWS else face.crop._replace(pixels=np.zeros((0, 0, 3), dtype=np.uint8))
-                norm = float(np.linalg.norm(face.embedding.astype(np.float64)))
-                queries.append(Query(face.picture, face.hash, crop, norm, matches, face.span))
+                queries.append(Query(face._replace(crop=crop), matches))
                 if options.camera is not None and not options.quiet:  # before Ctrl-C
                     _print_query(queries[-1], threshold, False)
         for query in () if options.quiet or options.camera is not None else queries:
@@ -97,14 +91,13 @@ def search_all(options: argparse.Namespace) -> None:
         commands.print_rejected(rejected)
         if not queries:
             raise ValueError(f"none of {len(stills) + len(videos)} pictures has a face to search; the reasons are above")
-        embeddings = np.concatenate(raw)
         report: dict[str, Any] = {"rates": {}}
         if options.labelled:
             with gallery.reading():
                 searcher = gallery.searcher(options.by, options.weights)
-                report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
+                report["rates"] = _rates(queries, searcher, threshold, gallery)
         if options.sheet:
-            rows = [(one.crop.pixels, _caption(one), one.matches) for one in queries[:MAX_ROWS]]
+            rows = [(face.crop.pixels, _caption(face), matches) for face, matches in queries[:MAX_ROWS]]
             write_file(options.sheet, draw_sheet(rows, gallery, None if threshold is None else threshold.cosine))
             print(f"sheet: {shown(options.sheet)}")
         if options.json:
@@ -182,25 +175,23 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
 
 
 def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> None:
-    face = f", {query.span}" if query.span else f", face {query.crop.number}" if detected else ""
+    face = f", {query.face.span}" if query.face.span else f", face {query.face.crop.number}" if detected else ""
     answer = _verdict(query.matches, None if threshold is None else threshold.cosine)
     answer = f"match: {one_line(query.matches[0].person)}" if answer == _KNOWN else answer
-    print(f"{shown(query.picture.name)}{face}{answer and f': {answer}'}")
+    print(f"{shown(query.face.picture.name)}{face}{answer and f': {answer}'}")
     for place, match in enumerate(query.matches, 1):
         below = threshold is not None and match.cosine <= threshold.cosine
         print(f"  {place:>3} {match.cosine:8.4f}  {one_line(match.person)}{'  (below the threshold)' if below else ''}")
 
 
-def _rates(
-    queries: Sequence[Query], embeddings: np.ndarray, searcher: Searcher, threshold: Threshold | None, gallery: Gallery
-) -> dict[str, Any]:
+def _rates(queries: Sequence[Query], searcher: Searcher, threshold: Threshold | None, gallery: Gallery) -> dict[str, Any]:
     """Print and return the rates of queries whose people are known."""
     there = {image.hash for image in gallery.images()}
-    own = sum(query.hash in there for query in queries)
+    own = sum(query.face.hash in there for query in queries)
     if own:
         line = f"warning: {own} of the {len(queries)} queries are enrolled pictures themselves, which makes the rates too good"
         print(line, file=sys.stderr)
-    people = [query.picture.person for query in queries]
+    people, embeddings = [query.face.picture.person for query in queries], np.stack([query.face.embedding for query in queries])
     rates = measure(searcher, embeddings, people, None if threshold is None else threshold.cosine)
     for key, value in rates.items():
         text = f"{100 * value:.2f} %" if isinstance(value, float) else "not measurable" if value is None else f"{value:,}"
@@ -224,14 +215,14 @@ def _as_json(
         "far": None if threshold is None else threshold.far or None,
         "queries": [
             {
-                "picture": shown(query.picture.name),
-                "face": query.crop.number,
-                **(query.span._asdict() if query.span else {}),
-                "norm": query.norm,
-                "known": None if cosine is None else bool(query.matches) and query.matches[0].cosine > cosine,
-                "matches": [match._asdict() for match in query.matches],
+                "picture": shown(face.picture.name),
+                "face": face.crop.number,
+                **(face.span._asdict() if face.span else {}),
+                "norm": float(np.linalg.norm(face.embedding.astype(np.float64))),
+                "known": None if cosine is None else bool(matches) and matches[0].cosine > cosine,
+                "matches": [match._asdict() for match in matches],
             }
-            for query in queries
+            for face, matches in queries
         ],
         "rejected": [{"picture": shown(one.name), "reason": one.reason} for one in rejected],
     }
@@ -279,11 +270,11 @@ def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery:
     return captioned_sheet(drawn)
 
 
-def _caption(query: Query) -> str:
+def _caption(face: EmbeddedFace) -> str:
     """Return when a track was in view, or the end of a picture's name, which is what tells those of a folder apart."""
-    name = shown(query.picture.name)
-    if query.span:
-        return str(query.span).partition(",")[0]
+    name = shown(face.picture.name)
+    if face.span:
+        return str(face.span).partition(",")[0]
     return name if len(name) <= _LETTERS else f"..{name[2 - _LETTERS :]}"
 
 
