@@ -95,15 +95,10 @@ Found = TypeVar("Found", bound=Result, covariant=True)
 
 
 class Protocol(ABC, Generic[Found]):
-    """A set of faces and the rule by which a network is scored on it.
+    """A set of faces and the rule by which a network is scored on it."""
 
-    Args:
-        name: of its figures in every output.
-        path: of its file or folder.
-    """
-
-    name: str
-    path: str
+    name: str  # of its figures in every output
+    path: str  # of its file or folder
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:

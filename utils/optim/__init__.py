@@ -22,17 +22,14 @@ _STEM = ("conv1", "bn1", "prelu")  # of an IResNet
 class ParameterRule(NamedTuple):
     """The learning rate and weight decay of the parameters that it matches.
 
-    Args:
-        match: the name of a module or parameter, which includes everything inside it; or a pattern with *, ? or [] that must
-            match the whole name of a parameter; or `norms` (all parameters of normalisation layers) or `biases` (all parameters
-            called bias); or the name of one of PRESETS.
-        lr_factor: factor on the learning rate, 0 or more.
-        weight_decay: None = the optimizer's. Of the preset detectron, that of the norms; None = 0.
+    `match` is the name of a module or parameter, which includes everything inside it; or a pattern with *, ? or [] that must
+    match the whole name of a parameter; or `norms` (all parameters of normalisation layers) or `biases` (all parameters called
+    bias); or the name of one of PRESETS.
     """
 
     match: str
-    lr_factor: float = 1.0
-    weight_decay: float | None = None
+    lr_factor: float = 1.0  # factor on the learning rate, 0 or more
+    weight_decay: float | None = None  # None = the optimizer's. Of the preset detectron, that of the norms; None = 0
 
 
 _NO_DECAY = (ParameterRule("norms", weight_decay=0.0), ParameterRule("biases", weight_decay=0.0))
