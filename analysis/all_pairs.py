@@ -60,11 +60,7 @@ _Block = list[_Part]  # consecutive parts
 
 
 class _Counter:
-    """Counts the pairs of two blocks at a time; `count` may run in several threads.
-
-    Args:
-        worst: number of extreme pairs of each kind.
-    """
+    """Counts the pairs of two blocks at a time, and keeps the `worst` of each kind; `count` may run in several threads."""
 
     def __init__(self, vectors: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_bins: int, worst: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

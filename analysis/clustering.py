@@ -50,10 +50,8 @@ def expand(
     """Return the sums of faces and their `count` nearest others times cosine ** POWER, (n, D) float32 of length 1.
 
     This is alpha query expansion (Radenovic et al., "Fine-tuning CNN image retrieval with no human annotation", TPAMI 2019) of
-    each face. Others of a cosine below 0 are left out. The neighbours are exact, from blocks of matrix products.
-
-    Args:
-        vectors, journal, advance: of `cluster`; what the journal has is not searched again.
+    each face. Others of a cosine below 0 are left out. The neighbours are exact, from blocks of matrix products. The other
+    arguments are those of `cluster`; what the journal has is not searched again.
     """
     order = _order(vectors)
     table = torch.from_numpy(np.ascontiguousarray(vectors[order]))
@@ -330,11 +328,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(labels: np.ndarray, people: np.ndarray) -> Agreement:
-    """Return how a partition agrees with people, from the faces that each cluster and person have in common.
-
-    Args:
-        labels, people: (n,) int64 from 0.
-    """
+    """Return how a partition agrees with people, both (n,) int64 from 0, by the faces that clusters and people share."""
     cells, shared = np.unique(np.stack([labels, people]), axis=1, return_counts=True)
     in_cluster, of_person = np.bincount(labels), np.bincount(people)
     weights = shared.astype(np.float64) ** 2 / len(labels)

@@ -39,11 +39,7 @@ def rows_of(found: Mapping[str, Discard], num_pictures: int) -> list[tuple[str, 
 
 
 def gate_rows(found: Mapping[str, Discard], lower: Container[str], share: float) -> list[tuple[str, ...]]:
-    """Return a row of GATE_COLUMNS for each measure, with the flag of `face enrol` and `face detect` if it has one.
-
-    Args:
-        share: of the pictures that a gate may discard.
-    """
+    """Return a row of GATE_COLUMNS for each measure, with its flag of _FLAGS, if any; a gate may discard that share of all."""
     rows = []
     for name, one in found.items():
         flag = _FLAGS.get((name, name in lower), "at most" if name in lower else "at least")

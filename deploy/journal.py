@@ -111,10 +111,7 @@ class Journal:
 
 @contextlib.contextmanager
 def open_journal(path: Path, meaning: str) -> Iterator[Journal]:
-    """Hold the lock of a journal, which is created, and give it.
-
-    Args:
-        meaning: what is locked, for the error.
+    """Hold the lock of a journal, which is created, and give it; the error says by `meaning` what is locked.
 
     Raises:
         ValueError: another run holds it.

@@ -228,11 +228,7 @@ def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def threshold_of(options: argparse.Namespace) -> Threshold | None:
-    """Return the threshold of the command line, None if it has none.
-
-    Args:
-        options: with those of `add_threshold_arguments`, and `run`, the network.
-    """
+    """Return the threshold of options: those of `add_threshold_arguments`, and `run`, the network; None if they have none."""
     if options.far is None:
         for flag in ("results", "set"):
             if getattr(options, flag) is not None:

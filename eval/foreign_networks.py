@@ -136,10 +136,7 @@ _EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"
 
 
 def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork":
-    """Return the network of a file that describes itself; programs only if they are trusted.
-
-    Args:
-        threads: CPU threads of onnxruntime; 0 = all.
+    """Return the network of a file that describes itself, a program only if it is trusted; onnxruntime has `threads`, 0 = all.
 
     Raises:
         ValueError: a program without trust_code, a file of weights, or one that cannot be read.
@@ -206,10 +203,7 @@ class ForeignNetwork(nn.Module):
 
 
 def open_session(path: Path, threads: int, model: bytes | None = None) -> Any:
-    """Return the session of onnxruntime for an ONNX file, on the CPU.
-
-    Args:
-        model: what is run instead of the file's contents.
+    """Return the session of onnxruntime for an ONNX file, on the CPU; `model` is run instead of the file's contents.
 
     Raises:
         ValueError: onnxruntime is not installed, or cannot read the file, or it refers to files elsewhere.

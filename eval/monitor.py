@@ -42,10 +42,7 @@ def load_protocols(
     """Return what the targets name, in their order, all read and checked, so that no error comes later.
 
     A relative path of KIND:PATH is first relative to the current folder, then to `folder`. The other targets and arguments are
-    those of `load_pair_sets`.
-
-    Args:
-        open_faces: opens labelled images, such as data.datasets.open_set.
+    those of `load_pair_sets`; `open_faces` opens labelled images, such as data.datasets.open_set.
 
     Raises:
         ValueError: a target is missing, damaged or named twice, or two have the same name.
@@ -149,11 +146,7 @@ def check_metric(protocols: Sequence[Protocol[Result]], metric: str) -> None:
 
 
 def selection_score(results: Mapping[str, Result], metric: str) -> float:
-    """Return the figure that ranks checkpoints, mean over the sets that have it; larger is better.
-
-    Args:
-        metric: eval.metric; an eer counts with a negative sign.
-    """
+    """Return the figure eval.metric, which ranks checkpoints, mean over the sets that have it; larger is better (minus eer)."""
     values = [result.figures[metric] for result in results.values() if metric in result.figures]
     known = [-value if metric == "eer" else value for value in values if value is not None]
     if not known or len(known) < len(values):

@@ -38,12 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(command: str, docstring: str | None) -> Parser:
-    """Return the parser of a program.
-
-    Args:
-        command: the command that starts it, for example face data align.
-        docstring: of its module: its purpose, an example, the formats of the files it reads. --help shows it unchanged.
-    """
+    """Return the parser of a program: of a command such as face data align, and its module's docstring, as --help shows it."""
     return Parser(prog=command, description=docstring)
 
 

@@ -169,14 +169,12 @@ class Found(NamedTuple):
 
 
 def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: bool = False) -> Found:
-    """Return the files below a folder whose names end in `suffixes`, in any case. Hidden folders at the top are left out.
+    """Return the files below a folder, with `top` also those in it, whose names end in `suffixes`, in any case.
 
+    Hidden folders at the top are left out.
     The rule for links: a link to a file counts as that file. A link to a folder is followed if that folder was not searched
     yet. Real folders are searched first, then links in the order of their paths. So no file is found twice, a link to a folder
     above or to another identity adds nothing, and the search always ends.
-
-    Args:
-        top: also return the files in the folder itself.
 
     Raises:
         ValueError: folders are nested more than MAX_DEPTH deep.

@@ -218,11 +218,7 @@ class Speed:
         self.total_started += seconds
 
     def lap(self, waited: float) -> tuple[float, float]:
-        """Return images per second, and the share of the time spent waiting for data, since the last lap.
-
-        Args:
-            waited: seconds waited for data since the start.
-        """
+        """Return images/s and the share of time waited for data since the last lap; `waited` is in seconds since the start."""
         now = time.perf_counter()
         elapsed = max(now - self.started, 1e-9)
         rate, share = self.images_per_step * self.steps / elapsed, (waited - self.waited) / elapsed

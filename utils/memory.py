@@ -87,11 +87,7 @@ def _operations(network: nn.Module, image_size: int, images: int, after: Callabl
 
 
 def bytes_beside_heads(backbone: BackboneMemory, images: int, device: str) -> int:
-    """Return the bytes that one process needs beside its heads, for micro-batches of `images` images.
-
-    Args:
-        device: cpu or cuda.
-    """
+    """Return the bytes that one process needs beside its heads, for micro-batches of `images` images on cpu or cuda."""
     return backbone.total(images) + LIBRARY_BYTES[device]
 
 

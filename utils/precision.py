@@ -74,11 +74,7 @@ class LossScaler:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, good: Tensor) -> None:
-        """Adapt the scale after one optimizer step.
-
-        Args:
-            good: () bool, whether nothing overflowed.
-        """
+        """Adapt the scale after one optimizer step; `good`, () bool, says whether nothing overflowed."""
         if not self.enabled:
             return
         steps = torch.where(good, self.good_steps + 1, 0)

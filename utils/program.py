@@ -37,11 +37,7 @@ def untested_torch() -> str:
 
 
 class StoppedError(Exception):
-    """Training saved and stopped at a step boundary, on request.
-
-    Args:
-        status: the exit status of the program.
-    """
+    """Training saved and stopped at a step boundary, on request; `status` is the exit status of the program."""
 
     on_all_ranks = True
 

@@ -327,11 +327,7 @@ def _where(error: Exception) -> str:
 
 
 def _add_results(document: Document, results: Results, found_in: Path | str) -> None:
-    """Add the sections of the results; without any, the reason.
-
-    Args:
-        found_in: the folder of their file; a sentence that says why there are no results.
-    """
+    """Add the sections of the results; `found_in` is the folder of their file, or a sentence that says why there are none."""
     document.section("Results")
     if isinstance(found_in, str):
         document.text(found_in)

@@ -58,11 +58,7 @@ def _data_of(config: Config) -> list[Mapping[str, Any]]:
 
 
 def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
-    """Return the training set: its name, kind, numbers of people and images, and the hash of its labels.
-
-    Args:
-        signature: run_signature of the manifest.
-    """
+    """Return name, kind, people, images and hash of labels of the training set; `signature` is the manifest's run_signature."""
     data, parts = config.get("data", {}), _data_of(config)
     paths: list[Any] = []
     for part in parts:

@@ -169,11 +169,7 @@ def draw_pairs(people: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarra
 
 
 def measure(name: str, gallery: np.ndarray, queries: np.ndarray, pairs: Sequence[np.ndarray], intervals: bool) -> Measured:
-    """Return TAR at FAR for unit rows (N, E) of the gallery's and the queries' pictures.
-
-    Args:
-        pairs: those of `draw_pairs`: the first of two is of the gallery.
-    """
+    """Return TAR at FAR for unit rows (N, E) of gallery and queries, over pairs of `draw_pairs`, the first of the gallery."""
     genuine, impostor = (np.sort(2 - 2 * np.einsum("ne,ne->n", gallery[i], queries[j])) for i, j in (kind.T for kind in pairs))
     points = [point for point in operating_points(genuine, impostor) if point.tar is not None]
     targets = [point.target for point in points]

@@ -125,11 +125,7 @@ class RatedNetwork(nn.Module):
 
 
 def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
-    """Return the network of the command line, ready to embed.
-
-    Args:
-        options: with those of eval.networks.add_network_arguments.
-        local_rank: number of the GPU, if there is one.
+    """Return the network that the options of `add_network_arguments` name, ready to embed, on this GPU if there is one.
 
     Raises:
         ValueError: the network cannot be read, or the device does not exist.

@@ -106,10 +106,6 @@ def embed_part(
 class Parts:
     """The parts of a run, of which a journal has those that are done; it begins with all that they depend on.
 
-    Args:
-        embedder: the network.
-        source: the pictures.
-
     Raises:
         ValueError: the journal was begun with other pictures, or another network or setting.
     """

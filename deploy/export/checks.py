@@ -234,11 +234,9 @@ def images_to_compare(sets: Sequence[PairSet], image_size: int) -> np.ndarray:
 
 
 def embeddings_of(model: nn.Module, pixels: np.ndarray, mirrored: bool) -> np.ndarray:
-    """Return the raw embeddings (n, D) of a network of this project, in batches of BATCHES.
+    """Return the raw embeddings (n, D) of a network that takes the input of this project, in batches of BATCHES.
 
-    Args:
-        model: takes the input of this project.
-        mirrored: add the embeddings of the mirror images.
+    With `mirrored` those of the mirror images are added.
     """
     blocks = []
     with inference_mode(model):
@@ -275,13 +273,10 @@ def open_file(path: Path, contract: InputContract, threads: int) -> Embed:
 
 
 def compare(run: Embed, pixels: np.ndarray, reference: np.ndarray, contract: InputContract) -> tuple[float, float]:
-    """Return how far a file is from its network, over batches of BATCHES.
+    """Return how far a file is from its network, whose raw embeddings are `reference` (n, D), over batches of BATCHES.
 
     The largest difference of an embedding, relative to its length, inf if a number is not finite; and the smallest cosine
     between an embedding and that of the network.
-
-    Args:
-        reference: raw embeddings (n, D) of the network.
     """
     outputs = [run(part) for part in _split(pixels)]
     shapes = [output[0].shape for output in outputs]

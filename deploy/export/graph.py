@@ -195,10 +195,7 @@ def fold_norms(program: ExportedProgram) -> tuple[int, int]:
 
 
 def to_onnx(program: ExportedProgram, contract: InputContract, given: str = "images") -> Any:
-    """Return the onnx.ModelProto of a graph, without the texts of its tracing, which name files of this machine.
-
-    Args:
-        given: the name of its input.
+    """Return the onnx.ModelProto of a graph, its input called `given`, without texts that name files of this machine.
 
     Raises:
         ValueError: a package is missing, or the exporter cannot translate the graph.

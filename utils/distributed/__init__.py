@@ -310,11 +310,7 @@ def _from_environment(name: str, default: int) -> int:
 
 
 def choose_device(device: str, local_rank: int, setting: str = "--device ") -> torch.device:
-    """Return the device of this process: auto takes CUDA if there is a GPU, one per local rank.
-
-    Args:
-        setting: the setting that precedes the device, for error messages.
-    """
+    """Return the device of this process: auto takes CUDA if there is a GPU, one per local rank; errors begin with `setting`."""
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")

@@ -45,10 +45,7 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def require_same_program(settings: Mapping[str, Any], world: World) -> list[str]:
-    """Compare settings and this program's source files over all processes; return warnings.
-
-    Args:
-        settings: values by the names that the user knows.
+    """Compare settings, by names that the user knows, and this program's source files over all processes; return warnings.
 
     Raises:
         SharedError: on every rank, with each name, value and rank.

@@ -32,10 +32,8 @@ _numbers = itertools.count()  # of the calls of `patiently`, which are the same 
 def patiently(world: World, doing: str) -> Iterator[None]:
     """Run a block on every rank and wait until all ranks have left theirs, however long that takes. A collective call.
 
-    An Exception of the block is raised after the wait. The block itself must not communicate.
-
-    Args:
-        doing: what the block does, for messages, such as "reading the data".
+    An Exception of the block is raised after the wait. The block itself must not communicate. `doing` says what it does, for
+    messages, such as "reading the data".
 
     Raises:
         LostPeerError: the next rank gives no sign of life.
@@ -110,10 +108,7 @@ class _SignsOfLife:
             self._is_lost = True
 
     def watch_next(self, waited: float) -> None:
-        """Judge the next rank's signs of life.
-
-        Args:
-            waited: seconds since this rank has done its work.
+        """Judge the next rank's signs of life, `waited` seconds after this rank has done its work.
 
         Raises:
             LostPeerError: there was none for too long.
