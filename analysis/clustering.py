@@ -150,11 +150,8 @@ def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarr
     """Return the thresholds of cluster sizes at one FAR of the pairs of two people, (S, S) float64.
 
     The faces of a person are cut into groups of one, two and four, and all pairs of groups are compared. Sizes from which the
-    FAR cannot be measured are left out, so S is less than 3 for a small table.
-
-    Args:
-        vectors: (n, D) float32 of length 1.
-        labels: (n,) int64, the people.
+    FAR cannot be measured are left out, so S is less than 3 for a small table. Vectors are (n, D) float32 of length 1, and
+    labels (n,) int64, the people.
 
     Raises:
         ValueError: there are too few pairs of faces for the FAR.

@@ -24,12 +24,7 @@ _SHEETS = {
 def write_page(
     path: Path, title: str, found: Clusters, dataset: FaceDataset, indices: np.ndarray, facts: Sequence[tuple[str, str]]
 ) -> None:
-    """Write the page.
-
-    Args:
-        indices: (n,) of the faces in the set.
-        facts: for the top of the page.
-    """
+    """Write the page, with facts at its top; `indices` (n,) are those of the faces in the set."""
     order = np.lexsort((indices, -found.own, found.labels))
     clusters = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)
     doubtful = np.flatnonzero(~found.sure & (found.own >= 0))

@@ -73,11 +73,8 @@ def operating_points(
 def minimum_dcf(genuine: np.ndarray, impostor: np.ndarray, p_target: float = 0.01) -> float | None:
     """Return the smallest detection cost, as a share of the cost of the better of "accept all" and "reject all".
 
-    DCF = p FRR + (1 - p) FAR with equal costs of both errors (NIST SRE), over all thresholds. None without both kinds of pairs.
-
-    Args:
-        genuine, impostor: sorted distances.
-        p_target: prior probability that a comparison is genuine.
+    DCF = p FRR + (1 - p) FAR with equal costs of both errors (NIST SRE), over all thresholds, from sorted distances; p is the
+    prior probability that a comparison is genuine. None without both kinds of pairs.
     """
     if not genuine.size or not impostor.size:
         return None
@@ -91,12 +88,7 @@ def exact_fold_accuracy(distances: np.ndarray, same: np.ndarray, fold_of_pair: n
     """Return (F,) accuracies of the held-out folds and their (F,) thresholds, with the best of all thresholds, not of a grid.
 
     The candidates are the mid-points between neighbouring distances of the other folds, and one below and one above all. The
-    first of equally good ones is taken.
-
-    Args:
-        distances: (P,).
-        same: (P,) bool.
-        fold_of_pair: (P,) int, 0 to F - 1.
+    first of equally good ones is taken. Pairs have distances (P,), same (P,) bool, and folds (P,) int, 0 to F - 1.
     """
     order = np.argsort(distances, kind="stable")
     ranked, is_same, fold = distances[order], same[order], fold_of_pair[order]
@@ -120,13 +112,9 @@ def bootstrap_intervals(
 ) -> dict[str, tuple[float, float]]:
     """Return 95 % intervals: "accuracy", and the TAR at each FAR that can be measured, by resampling pairs.
 
-    Genuine and impostor pairs are resampled separately, and the threshold is chosen again in each sample. The resampled number
-    of right answers is binomial. Pairs are assumed independent; pairs that share a person are not, so the true intervals are
-    somewhat wider.
-
-    Args:
-        genuine, impostor: sorted distances.
-        accuracy: mean over the folds.
+    Genuine and impostor pairs, sorted distances, are resampled separately, and the threshold is chosen again in each sample.
+    The resampled number of right answers is binomial, by the mean accuracy over the folds. Pairs are assumed independent;
+    pairs that share a person are not, so the true intervals are somewhat wider.
     """
     rng = np.random.default_rng(seed)
     num_pairs = genuine.size + impostor.size

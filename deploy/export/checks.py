@@ -171,11 +171,7 @@ def check_insightface_nodes(path: Path) -> None:
 
 
 def calibration_set(given: Path | None, config: Mapping[str, Any]) -> FaceDataset:
-    """Return the set whose images give the ranges of the activations.
-
-    Args:
-        given: --calibrate; None = the training set of the run.
-        config: of the run, or {}.
+    """Return the set whose images give the ranges of the activations: --calibrate, or the training set of the run's config.
 
     Raises:
         ValueError: there is none, or it cannot be opened.
@@ -317,11 +313,8 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     """Return the milliseconds of a forward pass of each network: median, low and high (quartiles), and the number of runs.
 
-    The networks run in turn, so that what else runs here slows all of them alike.
-
-    Args:
-        pixels: the batch (n, S, S, 3) uint8 RGB.
-        threads: of torch; the others have theirs.
+    The networks run in turn, so that what else runs here slows all of them alike. The batch is (n, S, S, 3) uint8 RGB;
+    `threads` are torch's, the others have theirs.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     with torch_threads(threads):

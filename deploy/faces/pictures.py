@@ -224,12 +224,7 @@ class Crop(NamedTuple):
 
 
 def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, otherwise: str = "rejected") -> None:
-    """Add --which, the faces of a picture that count.
-
-    Args:
-        one: a picture has one face at most, so all is no choice.
-        otherwise: what only makes of a picture with several faces, in words.
-    """
+    """Add --which, the faces of a picture that count: with `one` not all; `otherwise` says what only makes of several faces."""
     parser.add_argument(
         "--which",
         choices=[which for which in WHICH if not (one and which == "all")],
@@ -240,11 +235,9 @@ def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, other
 
 
 def read_crops(folder: Path, name: str, detector: Detector | None, size: int, which: str) -> list[Crop] | Rejected:
-    """Return the aligned faces of a picture below a folder, (size, size) pixels each, or why there are none.
+    """Return the faces of a picture below a folder that count (`which` of WHICH), (size, size) pixels, or why there are none.
 
-    Args:
-        detector: None = the picture must be an aligned crop already.
-        which: one of WHICH.
+    Without a detector the picture must be an aligned crop already.
     """
     try:
         return crops_of(read_bytes(folder / name), name, detector, size, which)

@@ -47,11 +47,8 @@ class RefusedError(Exception):
 class Batcher:
     """Embeds what several threads ask for at once in one call of the network.
 
-    A call of the network takes about as long for a few crops as for one. While it computes, requests gather for the next.
-
-    Args:
-        embed: crops (n, S, S, 3) uint8 -> (n, D).
-        limit: of crops in one call.
+    A call of the network, `embed`, of crops (n, S, S, 3) uint8 -> (n, D), takes about as long for a few crops as for one. While
+    it computes, requests gather for the next, which has up to `limit` crops.
     """
 
     def __init__(self, embed: Callable[[np.ndarray], np.ndarray], limit: int) -> None:

@@ -30,11 +30,8 @@ def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> t
     """Return (first (P,) int64, second (P,) int64, same (P,) bool): fold after fold, genuine and impostor in turn.
 
     Identities are dealt to the folds at random. Genuine pairs cycle through the identities of the fold, so that one with many
-    images does not dominate. Impostor pairs take two random identities, and a random image of each.
-
-    Args:
-        labels: (n,) the identity of each image.
-        num_pairs: of all folds together, a multiple of 2 * folds.
+    images does not dominate. Impostor pairs take two random identities, and a random image of each. Labels (n,) are the
+    identities of the images; num_pairs, of all folds together, is a multiple of 2 * folds.
 
     Raises:
         ValueError: the images do not give that many different pairs.

@@ -113,11 +113,9 @@ def gloo_group(name: str, timeout: datetime.timedelta | None = None) -> dist.Pro
 
 
 def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
-    """Join world_size processes of this machine by a file rendezvous, for programs that start their own processes.
+    """Join world_size processes of this machine, on cpu or cuda, for programs that start their own processes.
 
-    Args:
-        device: cpu or cuda.
-        rendezvous: path of a file that does not exist yet, the same for all.
+    They meet at `rendezvous`, the path of a file that does not exist yet, the same for all.
     """
     chosen = choose_device(device, rank)
     if chosen.type == "cuda":

@@ -59,11 +59,7 @@ def require_same_program(settings: Mapping[str, Any], world: World) -> list[str]
 
 
 def require_equal(values: Mapping[str, Any], world: World, fix: str) -> None:
-    """Compare values over all processes.
-
-    Args:
-        values: of this process, by name, in types that JSON supports.
-        fix: what the user should do if they differ.
+    """Compare values, by name and of types that JSON supports, over all processes; `fix` says what to do if they differ.
 
     Raises:
         SharedError: on every rank, with each name, value and rank.

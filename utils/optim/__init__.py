@@ -152,13 +152,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return SGD, AdamW or LAMB over every trainable parameter of module.
 
-    The groups are those of `build_groups`; `set_learning_rate` multiplies the rate of each by its `lr_factor`. All optimizers
-    read the flag of `step_if` on the device.
-
-    Args:
-        name: sgd, adamw or lamb.
-        momentum: of SGD; beta1 of AdamW and LAMB.
-        nesterov: of SGD.
+    The name is sgd, adamw or lamb; momentum is beta1 of the latter, nesterov is of SGD. The groups are of `build_groups`;
+    `set_learning_rate` multiplies the rate of each by its `lr_factor`. All optimizers read the flag of `step_if` on the device.
 
     Raises:
         ValueError: no parameter is trainable, a rule applies to none, or layer_decay does not know the network's layers.
