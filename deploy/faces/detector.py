@@ -12,7 +12,7 @@ from eval.foreign_networks import check_outside_data
 from utils.cli import SHARE, int_in_range
 from utils.files import check_file
 
-from .detections import LONGEST, STRIDES, Candidates, Detector, Face, Session
+from .detections import LONGEST, STRIDES, Candidates, Detector, Session
 
 _SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
 _MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
@@ -204,9 +204,6 @@ def decode_distances(centres: np.ndarray, distances: np.ndarray, offsets: np.nda
     """Return boxes (n, 4) and points (n, 5, 2), from anchors, their distances to left, top, right, bottom, and offsets."""
     boxes = np.concatenate([centres - distances[:, :2], centres + distances[:, 2:]], axis=1)
     return boxes, centres[:, None] + offsets.reshape(-1, 5, 2)
-
-
-__all__ = ["Detector", "Face", "add_detector_arguments", "open_detector"]
 
 
 def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
