@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -91,20 +91,14 @@ def _require_own(path: Path) -> None:
         )
 
 
-class Field(NamedTuple):
-    """A text of the card."""
-
-    heading: str
-    asks: str  # what it is to say
-
-
+# texts of the card: their headings, and what they are to say
 FIELDS = {
-    "intended_use": Field("Intended use", "what the network is meant for, by whom, and with which people's consent"),
-    "not_for": Field("Not meant for", "uses that you rule out, such as decisions about people that no person checks"),
-    "limits": Field("Limits", "where it fails or was not tested: ages, skin tones, poses, cameras, disguises, twins"),
-    "data_licence": Field("Licence of the data", "the licence of the training images, and whether the people on them agreed"),
-    "weights_licence": Field("Licence of the weights", "who may use the weights, and for what; that of the data may limit it"),
-    "contact": Field("Contact", "who answers questions, corrects errors, and removes people on request"),
+    "intended_use": ("Intended use", "what the network is meant for, by whom, and with which people's consent"),
+    "not_for": ("Not meant for", "uses that you rule out, such as decisions about people that no person checks"),
+    "limits": ("Limits", "where it fails or was not tested: ages, skin tones, poses, cameras, disguises, twins"),
+    "data_licence": ("Licence of the data", "the licence of the training images, and whether the people on them agreed"),
+    "weights_licence": ("Licence of the weights", "who may use the weights, and for what; that of the data may limit it"),
+    "contact": ("Contact", "who answers questions, corrects errors, and removes people on request"),
 }
 _TEMPLATE = """\
 # What only a person can say of this network. Write the text after the colon, or several lines below "key: |", each indented by
@@ -124,25 +118,17 @@ _RAW = "raw: divide each by its length"
 _MIRRORED = "the cosine of two embeddings, each the sum of those of an image and its mirror image"
 
 
-class Subject(NamedTuple):
-    """The network that a card describes."""
-
-    network: Network
-    name: str  # without the folders above it
-    manifest: dict[str, Any]  # of its checkpoint, {} for a file
-
-
 def write_card(options: argparse.Namespace) -> None:
     """Read the network, its results and the fields, and write the card."""
     if options.untrained:
         raise ValueError("--untrained is a network without a training, of which a card has nothing to say; leave it out")
     fields_file = options.fields or options.out / "card.yaml"
-    subject = subject_of(load_network(options, build_backbone))  # what cannot be read leaves no folder
+    network = load_network(options, build_backbone)  # what cannot be read leaves no folder
     found = find_results(options)
     if not options.fields:
         _write_template(fields_file)
     fields = read_fields(fields_file)
-    document_of(subject, found, fields, options).write(options.out / "card.md")
+    document_of(network, found, fields, options).write(options.out / "card.md")
     missing = [key for key in FIELDS if key not in fields]
     print(f"written: {shown(options.out / 'card.md')}")
     if missing:
@@ -150,7 +136,7 @@ def write_card(options: argparse.Namespace) -> None:
 
 
 def document_of(
-    subject: Subject,
+    network: Network,
     found: tuple[Results, Path | str],
     fields: Mapping[str, str],
     options: argparse.Namespace,
@@ -164,27 +150,28 @@ def document_of(
         metadata: what stands above the title.
     """
     results, found_in = found
-    document = Document(f"Model card: {subject.name}", metadata)
-    document.table(_FACTS, _network_facts(subject, options))
+    name, manifest = _origin(network)
+    document = Document(f"Model card: {name}", metadata)
+    document.table(_FACTS, _network_facts(network, name, manifest, options))
     for key in ("intended_use", "not_for"):
         _add_field(document, key, fields)
-    _add_training(document, subject)
+    _add_training(document, network.config, manifest)
     _add_field(document, "data_licence", fields)
     _add_results(document, results, found_in)
     _add_field(document, "limits", fields)
-    _add_contract(document, subject, options)
+    _add_contract(document, network, options)
     for key in ("weights_licence", "contact"):
         _add_field(document, key, fields)
     return document
 
 
-def subject_of(network: Network) -> Subject:
-    """Return a network with its name and the manifest of its checkpoint."""
+def _origin(network: Network) -> tuple[str, dict[str, Any]]:
+    """Return the name of a network, without the folders above it, and the manifest of its checkpoint, {} for a file."""
     path = Path(network.name).resolve()
     if not is_checkpoint(path):
-        return Subject(network, path.name, {})
+        return path.name, {}
     run = path.parents[1] if path.parent.name == "checkpoints" else path
-    return Subject(network, run.name, read_manifest(path))
+    return run.name, read_manifest(path)
 
 
 def find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Path | str]:
@@ -199,20 +186,19 @@ def find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Pat
     return read_results_of(path, options.ema), path.parent
 
 
-def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
-    network = subject.network
+def _network_facts(network: Network, name: str, manifest: Mapping[str, Any], options: argparse.Namespace) -> Facts:
     model = network.own
     if isinstance(model, ForeignNetwork):
-        facts = [("file", subject.name), ("hash of the file", model.hash)]
+        facts = [("file", name), ("hash of the file", model.hash)]
         if model.contract is not None:  # of a file that face export wrote
             of_file = model.contract
             facts += [("exported from", of_file.run), ("step", of_file.step), ("backbone", of_file.backbone)]
             facts += [("hash of the weights", of_file.weights), ("precision", of_file.precision)]
         return [(name, value) for name, value in facts if value]
     facts = [("backbone", backbone_words(network.config) or str(options.backbone))]
-    if subject.manifest:
+    if manifest:
         state = "moving average of the weights, " if options.ema else ""
-        facts.append(("checkpoint", f"{state}step {subject.manifest['step']:,}"))
+        facts.append(("checkpoint", f"{state}step {manifest['step']:,}"))
     facts.append(("hash of the weights", digest_tensors(model.state_dict())))
     facts.append(("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"))
     operations = forward_operations(model.to("meta"), network.image_size)  # of which a multiply-add is two
@@ -220,9 +206,9 @@ def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
     return facts
 
 
-def _add_training(document: Document, subject: Subject) -> None:
+def _add_training(document: Document, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     """Add the data and the recipe, as far as the checkpoint tells."""
-    config, signature = subject.network.config, subject.manifest.get("run_signature", {})  # classes, images, batch, seed
+    signature = manifest.get("run_signature", {})  # classes, images, batch, seed
     data = data_facts(config, signature)
     document.section("Training data")
     if data:
@@ -231,13 +217,12 @@ def _add_training(document: Document, subject: Subject) -> None:
         document.text("Not known: no configuration of a training came with the network.")
     if config:
         document.section("Recipe")
-        document.table(_FACTS, recipe_facts(config, subject.manifest["step"], signature))
+        document.table(_FACTS, recipe_facts(config, manifest["step"], signature))
 
 
-def _add_contract(document: Document, subject: Subject, options: argparse.Namespace) -> None:
+def _add_contract(document: Document, network: Network, options: argparse.Namespace) -> None:
     """Add what the network takes and what it returns."""
-    network, size = subject.network, subject.network.image_size
-    model = network.own
+    model, size = network.own, network.image_size
     document.section("Input and output")
     contract = model.contract if isinstance(model, ForeignNetwork) else None
     if contract is not None:
@@ -274,11 +259,12 @@ def _facts_of_file(contract: InputContract) -> Facts:
 
 def _add_field(document: Document, key: str, fields: Mapping[str, str]) -> None:
     """Add a section that a person writes."""
-    document.section(FIELDS[key].heading)
+    heading, asks = FIELDS[key]
+    document.section(heading)
     if key in fields:
         document.text(fields[key])
     else:
-        document.missing(FIELDS[key].asks)
+        document.missing(asks)
 
 
 def read_fields(path: Path) -> dict[str, str]:
@@ -309,7 +295,7 @@ def read_fields(path: Path) -> dict[str, str]:
 def _write_template(path: Path) -> None:
     """Write a file of empty fields, unless there is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [_TEMPLATE, *(f"# {field.heading}: {field.asks}\n{key}:\n" for key, field in FIELDS.items())]
+    lines = [_TEMPLATE, *(f"# {heading}: {asks}\n{key}:\n" for key, (heading, asks) in FIELDS.items())]
     with contextlib.suppress(FileExistsError), NewFile(path) as file:  # never replaces what a person wrote meanwhile
         try:
             file.write("\n".join(lines).encode())

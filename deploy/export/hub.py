@@ -8,14 +8,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eval.foreign_networks import InputContract
 from eval.networks import Network
 from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata, write_tensors
 from utils.files import write_file
 
-from ..card.card import FIELDS, document_of, find_results, read_fields, subject_of
+from ..card.card import FIELDS, document_of, find_results, read_fields
 from ..results import SetResult
 
 ONNX = "model.onnx"
@@ -75,36 +75,33 @@ def check_hub(contract: InputContract) -> None:
         )
 
 
-class Known(NamedTuple):
-    """What files say of a network."""
-
-    found: tuple[Mapping[str, SetResult], Path | str]  # its results, as `find_results` returns them
-    fields: Mapping[str, str]  # texts of a person
-    network: str  # JSON in the metadata of its weights, "" if there is none
+# of a network: results, as `find_results` returns them; texts of a person; JSON in the metadata of its weights, "" without
+Known = tuple[tuple[Mapping[str, SetResult], Path | str], Mapping[str, str], str]
 
 
 def read_known(options: argparse.Namespace) -> Known:
     """Return what files say of a network, before it is opened; ValueError if one cannot be read."""
     text = read_metadata(options.run).get(NETWORK, "") if options.run.is_file() and not options.backbone else ""
     fields = read_fields(options.fields) if options.fields else {}
-    return Known(find_results(options), fields, text)
+    return find_results(options), fields, text
 
 
 def complete(folder: Path, options: argparse.Namespace, network: Network, contract: Mapping[str, Any], known: Known) -> None:
     """Write all files but the ONNX file; the network loses its weights."""
+    found, fields, text = known
     given = {"name": options.backbone, "embedding_size": options.embedding_size, "width": options.width}
     said = {"backbone": network.config.get("backbone") or given, "image_size": network.image_size}
-    said = json.loads(known.network) if known.network else said
+    said = json.loads(text) if text else said
     write_tensors(folder / _WEIGHTS, network.model.state_dict(), {NETWORK: json.dumps(said)})
     write_file(folder / "config.json", json.dumps({NETWORK: said, **contract}, indent=1) + "\n")
     write_file(folder / "example.py", _EXAMPLE)
     write_file(folder / "example_onnx.py", _EXAMPLE_ONNX.replace("SIZE", str(contract["image_size"])))
-    document = document_of(subject_of(network), known.found, known.fields, options, _metadata(known.fields))
+    document = document_of(network, found, fields, options, _metadata(fields))
     document.section("Files")
     document.table(("file", "contents"), _FILES.items())
     document.write(folder / "README.md")
     flush(folder)
-    missing = [key for key in FIELDS if key not in known.fields]
+    missing = [key for key in FIELDS if key not in fields]
     if missing:
         print(f"to be filled in, in README.md, or in the card.yaml of face card, for --fields: {', '.join(missing)}")
 
