@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.decisions import join
+from data.decisions import Decision, join
 from eval.embedding_table import Faces
 from utils.cli import progress
 
@@ -86,17 +86,17 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
     # far above the border the nearest other centre changes nothing, and finding it for all images would take hours
     unclear = np.flatnonzero(centres.border.sure(centres.own) > _CLEAR)
     clear = np.count_nonzero(centres.border.impostor > _CLEAR) * 2 / BINS - 1
-    near = _nearest(vectors, labels, unclear, centres)
+    near_cosine, near_identity, near_lead = _nearest(vectors, labels, unclear, centres)
     lead = np.ones(len(labels))
-    lead[unclear] = (centres.own[unclear] - near.cosine) / 2
+    lead[unclear] = (centres.own[unclear] - near_cosine) / 2
     right = sample[centres.own[sample] > centres.border.cosine]
     others, alone = _impostor_leads(vectors, labels, right, centres, clear)
     border = find_border(histogram(lead), others, far)
     wrong = unclear[lead[unclear] <= border.cosine]
     wrong = wrong[(centres.size > 0)[labels[wrong]] | (np.bincount(labels)[labels[wrong]] > 1)]
     place = np.searchsorted(unclear, wrong)
-    stay = find_border(histogram(near.lead[place]), alone).sure(near.lead[place])
-    other = near.identity[place], near.cosine[place]
+    stay = find_border(histogram(near_lead[place]), alone).sure(near_lead[place])
+    other = near_identity[place], near_cosine[place]
     found = Found(labels, merges, centres, lead, border, others, wrong, *other, 1 - stay, [], pair_border)
     return found._replace(splits=_splits(vectors, keys, found, pair_far))
 
@@ -181,17 +181,8 @@ def _refine(
     return Centres(unit, size, own, border)
 
 
-class Overlap(NamedTuple):
-    """An identity that is in a test set."""
-
-    identity: int
-    person: str
-    cosine: float  # of the two centres
-    sure: float
-
-
-def find_overlap(found: Found, test: Faces) -> list[Overlap]:
-    """Return the identities whose centre is that of a person of a table of test pictures, the surest first.
+def find_overlap(found: Found, test: Faces, name: str) -> list[Decision]:
+    """Return decisions to drop the identities whose centre is that of a person of a table of test pictures, the surest first.
 
     Raises:
         ValueError: a picture has no person.
@@ -201,7 +192,8 @@ def find_overlap(found: Found, test: Faces) -> list[Overlap]:
     np.add.at(sums, labels, test.vectors)
     there = np.flatnonzero(found.centres.size)
     pairs = near_pairs(sums / np.linalg.norm(sums, axis=1, keepdims=True), found.centres.unit[there])
-    return [Overlap(int(there[b]), people[a], cosine, sure) for a, b, cosine, sure in pairs]
+    whys = [f"{people[a]} of {name}, cosine {cosine:.3f}" for a, _, cosine, _ in pairs]
+    return [Decision("drop", None, int(there[b]), "", sure, why) for (_, b, _, sure), why in zip(pairs, whys, strict=True)]
 
 
 def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[int, int, float, float]]:
@@ -266,23 +258,20 @@ def _beyond_chance(values: list[float], expected: float, near: float, rate: floa
     return [1 - wrong for wrong in least.tolist() if wrong <= 1 - _SURE]
 
 
-class _Near(NamedTuple):
-    cosine: np.ndarray  # (r,) with the nearest centre of another identity
-    identity: np.ndarray  # (r,) int64, that identity
-    lead: np.ndarray  # (r,) half of the distance to the cosine of the second nearest
+def _nearest(vectors: np.ndarray, labels: np.ndarray, rows: np.ndarray, centres: Centres) -> list[np.ndarray]:
+    """Return the cosines with the nearest centres of other identities than the labels of the rows (r,), and these identities.
 
-
-def _nearest(vectors: np.ndarray, labels: np.ndarray, rows: np.ndarray, centres: Centres) -> _Near:
-    """Return the nearest centres of other identities than the labels of the rows (r,)."""
-    parts = [_Near(*(np.zeros(0, kind) for kind in (np.float32, np.int64, np.float32)))]
+    And half of the distance to the cosine of the second nearest.
+    """
+    parts = [tuple(np.zeros(0, kind) for kind in (np.float32, np.int64, np.float32))]
     with progress([], len(rows), "searching centres", "image") as bar:
         for some, there, likeness in _likeness(vectors, labels, rows, centres):
             line, best = np.arange(len(some)), likeness.argmax(axis=1)
             cosine = likeness[line, best]
             likeness[line, best] = -1
-            parts.append(_Near(cosine, there[best], (cosine - likeness.max(axis=1)) / 2))
+            parts.append((cosine, there[best], (cosine - likeness.max(axis=1)) / 2))
             bar.update(len(some))
-    return _Near(*map(np.concatenate, zip(*parts, strict=True)))
+    return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
 def _likeness(

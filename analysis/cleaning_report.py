@@ -14,7 +14,7 @@ from utils.image import decode_rgb
 from utils.report.contact_sheet import captioned_sheet, make_figure, png_of
 from utils.report.page import Page
 
-from .cleaning import Found, Overlap
+from .cleaning import Found
 from .mixture import BINS, histogram
 
 _WORST, _DOUBTFUL = 24, 12  # rows of a sheet
@@ -30,22 +30,17 @@ HEADINGS = {
 
 
 def decide(
-    found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: Iterable[tuple[str, Sequence[Overlap]]], least: float
+    found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: list[Decision], least: float
 ) -> dict[str, list[Decision]]:
     """Return the decisions of each of HEADINGS, the surest first.
 
     Args:
         indices: (n,) int64, of the images in the set.
         labels: (n,) int64, their labels in the set.
-        overlaps: the name of each test set, and those with it.
+        overlaps: of `find_overlap`, with all test sets.
         least: images that are of another identity with this probability move; other wrong images are dropped.
     """
-    made: dict[str, list[Decision]] = {kind: [] for kind in HEADINGS}
-    made["overlap"] = [
-        Decision("drop", None, one.identity, "", one.sure, f"{one.person} of {name}, cosine {one.cosine:.3f}")
-        for name, some in overlaps
-        for one in some
-    ]
+    made: dict[str, list[Decision]] = {kind: [] for kind in HEADINGS} | {"overlap": overlaps}
     made["merge"] = [
         Decision("merge", None, b, str(a), sure, f"cosine of the centres {cosine:.3f}") for a, b, cosine, sure in found.merges
     ]

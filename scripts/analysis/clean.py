@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     if missing := dataset.num_stored - len(indices):
         print(f"{missing} of {dataset.num_stored} images are not in {shown(options.table)}, and stay as they are")
     found = clean(faces.vectors, labels, options.far)
-    overlaps = [(name, find_overlap(found, test)) for name, test in tests]
+    overlaps = [one for name, test in tests for one in find_overlap(found, test, name)]
     made = decide(found, indices, labels, overlaps, options.move)
     options.out.mkdir(parents=True, exist_ok=True)
     write_decisions(target, (one for kind in HEADINGS for one in made[kind]))
