@@ -27,19 +27,12 @@ from .landmarks import report_padding
 from .pictures import UNREADABLE, Rejected, check_distinct, list_pictures, read_crops, stamp_of, to_jpeg
 
 
-class Found(NamedTuple):
-    """A face of a picture, and the share of its crop that is outside the picture."""
-
-    face: Face
-    padding: float
-
-
 class Done(NamedTuple):
     """A picture that is done: its faces, or why there are none."""
 
     name: str
     stamp: tuple[int, int]  # see `stamp_of`
-    faces: tuple[Found, ...]
+    faces: tuple[tuple[Face, float], ...]  # with the share of its crop that is outside the picture
     reason: str
 
 
@@ -124,12 +117,12 @@ def _done(record: Any) -> Done | None:
     return Done(name, (size, time), faces, reason)
 
 
-def _found(record: Any) -> Found:
+def _found(record: Any) -> tuple[Face, float]:
     box, points = np.array(record["box"], dtype=np.float64), np.array(record["points"], dtype=np.float64)
     score, padding = float(record["score"]), float(record["padding"])
     if box.shape != (4,) or points.shape != (5, 2) or not math.isfinite(score + padding + float(box.sum() + points.sum())):
         raise ValueError("no face")
-    return Found(Face(box, points, score), padding)
+    return Face(box, points, score), padding
 
 
 _FACES, _REJECTED = 36, 12  # at most, evenly spread over all
@@ -145,7 +138,7 @@ def write_sheet(path: Path, folder: Path, out: Path, pictures: Sequence[Done], w
     for done in [*found, *rejected]:
         picture = _thumbnail(folder, done)
         crop = _read(out / crop_name(done.name, which, 0), False) if done.faces else None
-        what = f"{done.faces[0].face.score:.2f} {done.name}" if done.faces else f"{done.name}: {done.reason}"
+        what = f"{done.faces[0][0].score:.2f} {done.name}" if done.faces else f"{done.name}: {done.reason}"
         black = np.zeros((_SIDE, _SIDE, 3), dtype=np.uint8)
         pairs.append((what, [black if picture is None else picture, black if crop is None else crop]))
     write_file(path, sheet(pairs, 3, _ACROSS, _SIDE))
@@ -263,7 +256,7 @@ def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector,
                     raise
                 return Done(name, before, (), "its name is too long for its crop; rename it")
             assert crop.face is not None
-            faces.append(Found(crop.face, crop.padding))
+            faces.append((crop.face, crop.padding))
         return Done(name, before, tuple(faces), "")
 
     missing = [name for name in names if not journal.is_done(options.folder, name, options.which)]

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -39,11 +39,7 @@ _RANKS = (1, 5)
 _MISSING = 0.1  # share of the frames that a video claims; files that only know how long it takes err by less
 
 
-class Query(NamedTuple):
-    """A face to search, and what was found."""
-
-    face: EmbeddedFace
-    matches: list[Match]
+Query = tuple[EmbeddedFace, list[Match]]  # a face to search, and what was found
 
 
 def search_all(options: argparse.Namespace) -> None:
@@ -83,11 +79,11 @@ def search_all(options: argparse.Namespace) -> None:
             for face, matches in zip(batch, gallery.search(raw, options.k, options.by, options.weights), strict=True):
                 # only those of the sheet keep their pixels; those of a large folder would fill the memory
                 crop = face.crop if len(queries) < MAX_ROWS else face.crop._replace(pixels=np.zeros((0, 0, 3), dtype=np.uint8))
-                queries.append(Query(face._replace(crop=crop), matches))
+                queries.append((face._replace(crop=crop), matches))
                 if options.camera is not None and not options.quiet:  # before Ctrl-C
-                    _print_query(queries[-1], threshold, False)
-        for query in () if options.quiet or options.camera is not None else queries:
-            _print_query(query, threshold, detector is not None)
+                    _print_query(face, matches, threshold, False)
+        for face, matches in () if options.quiet or options.camera is not None else queries:
+            _print_query(face, matches, threshold, detector is not None)
         commands.print_rejected(rejected)
         if not queries:
             raise ValueError(f"none of {len(stills) + len(videos)} pictures has a face to search; the reasons are above")
@@ -174,12 +170,12 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
         )
 
 
-def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> None:
-    face = f", {query.face.span}" if query.face.span else f", face {query.face.crop.number}" if detected else ""
-    answer = _verdict(query.matches, None if threshold is None else threshold.cosine)
-    answer = f"match: {one_line(query.matches[0].person)}" if answer == _KNOWN else answer
-    print(f"{shown(query.face.picture.name)}{face}{answer and f': {answer}'}")
-    for place, match in enumerate(query.matches, 1):
+def _print_query(face: EmbeddedFace, matches: Sequence[Match], threshold: Threshold | None, detected: bool) -> None:
+    which = f", {face.span}" if face.span else f", face {face.crop.number}" if detected else ""
+    answer = _verdict(matches, None if threshold is None else threshold.cosine)
+    answer = f"match: {one_line(matches[0].person)}" if answer == _KNOWN else answer
+    print(f"{shown(face.picture.name)}{which}{answer and f': {answer}'}")
+    for place, match in enumerate(matches, 1):
         below = threshold is not None and match.cosine <= threshold.cosine
         print(f"  {place:>3} {match.cosine:8.4f}  {one_line(match.person)}{'  (below the threshold)' if below else ''}")
 
@@ -187,11 +183,11 @@ def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> N
 def _rates(queries: Sequence[Query], searcher: Searcher, threshold: Threshold | None, gallery: Gallery) -> dict[str, Any]:
     """Print and return the rates of queries whose people are known."""
     there = {image.hash for image in gallery.images()}
-    own = sum(query.face.hash in there for query in queries)
+    own = sum(face.hash in there for face, _ in queries)
     if own:
         line = f"warning: {own} of the {len(queries)} queries are enrolled pictures themselves, which makes the rates too good"
         print(line, file=sys.stderr)
-    people, embeddings = [query.face.picture.person for query in queries], np.stack([query.face.embedding for query in queries])
+    people, embeddings = [face.picture.person for face, _ in queries], np.stack([face.embedding for face, _ in queries])
     rates = measure(searcher, embeddings, people, None if threshold is None else threshold.cosine)
     for key, value in rates.items():
         text = f"{100 * value:.2f} %" if isinstance(value, float) else "not measurable" if value is None else f"{value:,}"
