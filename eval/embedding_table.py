@@ -5,9 +5,7 @@ Shapes: n = faces, D = embedding size.
 
 import csv
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +47,7 @@ class Faces(NamedTuple):
     norms: np.ndarray  # (n,) float64, of the embeddings before they were scaled to length 1; NaN = not known
     vectors: np.ndarray  # (n, D) float32, of length 1, read-only; of a .npy it is a memory map
     facts: dict[str, str]  # of a .parquet: network, digest, image_size
-    qualities: Mapping[str, np.ndarray] = MappingProxyType(
-        {}
-    )  # (n,) float64: padding, score, ser_fiq, if there; NaN = not known
+    qualities: dict[str, np.ndarray]  # (n,) float64: padding, score, ser_fiq, if there; NaN = not known
 
     def labels(self) -> tuple[np.ndarray, list[str]]:
         """Return the number of each face's person, (n,) int64, and the names of the people, sorted.

@@ -254,7 +254,7 @@ def test_people_of_a_test_table_are_found_among_the_identities():
     known = made.people == 33
     vectors = np.concatenate([made.vectors[known], _unit(rng.normal(size=(200, SIZE)))])
     people = ["anna"] * int(known.sum()) + [f"stranger{k // 4}" for k in range(200)]
-    table = Faces([str(k) for k in range(len(people))], np.zeros(len(people)), people, np.ones(len(people)), vectors, {})
+    table = Faces([str(k) for k in range(len(people))], np.zeros(len(people)), people, np.ones(len(people)), vectors, {}, {})
     assert [(one.identity, one.why.partition(",")[0]) for one in find_overlap(found, table, "t")] == [(33, "anna of t")]
     known = table._replace(facts={"digest": "a"})
     for mine, other in ((table, table), (known, table), (known, known)):
