@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from eval.monitor import load_pair_sets
-from eval.verification import row_norms, unit_rows, verify
 from utils.cli import progress
 from utils.files import shown
 from utils.image import check_size, image_size, to_png
@@ -289,6 +288,5 @@ def score(path: Path, embedder: Embedder) -> SetResult:
         numbers = range(first, min(first + embedder.step, len(pair_set.images)))
         rows.append(embedder.embed(np.stack([pair_set.decode(number, embedder.image_size) for number in numbers])))
     sums = np.concatenate(rows)
-    unit = unit_rows(sums)
-    result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(row_norms(sums).mean()))
+    result = pair_set.verify_views(sums, np.zeros_like(sums))
     return parse_results({pair_set.name: result.as_json()})[pair_set.name]
