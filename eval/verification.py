@@ -219,11 +219,6 @@ def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
     return unit_rows(plain.astype(np.float64) + mirrored)
 
 
-def mean_norm(plain: np.ndarray, mirrored: np.ndarray) -> float:
-    """Return XNorm: the mean Euclidean norm over the raw embeddings (N, D) of both views."""
-    return float(np.mean([row_norms(plain), row_norms(mirrored)]))
-
-
 def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> np.ndarray:
     """Return the (P,) squared Euclidean distances between rows (P, D) and rows (P, D), in float64."""
     distances = np.empty(len(embeddings_a))
@@ -249,7 +244,7 @@ def verify(
     Args:
         embeddings_a: first image of each pair, a row of `fuse_views`.
         embeddings_b: second image of each pair, likewise.
-        xnorm: `mean_norm` of the raw embeddings, copied to the result.
+        xnorm: the mean norm of the raw embeddings of both views, copied to the result.
         plain_distances: (P,), of the embeddings without their mirror images.
         norms: (N,), copied to the result.
     """

@@ -31,7 +31,7 @@ from utils.image import IMAGE_SIZE, IMAGE_STARTS, IMAGE_SUFFIXES, MAX_PIXELS, ch
 from utils.text import prefix_errors
 
 from ..protocol import Embed, Protocol, check_pair_counts
-from ..verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
+from ..verification import FOLDS, VerificationResult, fuse_views, pair_distances, row_norms, verify
 from .safe_pickle import Array, UnsafePickleError, load
 from .sample import USUAL, most_pairs, sample_pairs
 
@@ -89,14 +89,15 @@ class PairSet(Protocol[VerificationResult]):
     def verify_views(self, plain: np.ndarray, mirrored: np.ndarray) -> VerificationResult:
         """Return the numbers from the raw embeddings (N, D) of the images and of their mirror images."""
         fused, alone = fuse_views(plain, mirrored), fuse_views(plain, np.zeros_like(plain))
+        norms = [row_norms(plain), row_norms(mirrored)]
         return verify(
             fused[self.first],
             fused[self.second],
             self.same,
             FOLDS,
-            xnorm=mean_norm(plain, mirrored),
+            xnorm=float(np.mean(norms)),
             plain_distances=pair_distances(alone[self.first], alone[self.second]),
-            norms=row_norms(plain),
+            norms=norms[0],
         )
 
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
