@@ -152,22 +152,16 @@ class _Counter:
     def _most(self, rows: np.ndarray) -> np.ndarray:
         return rows[np.lexsort((rows[:, 2], rows[:, 1], -rows[:, 0]))[: self._worst]]
 
-    def add(
-        self,
-        first: int,
-        second: int,
-        bins: np.ndarray,
-        found: np.ndarray,
-        genuine: np.ndarray | None,
-        extremes: list[np.ndarray],
-    ) -> None:
-        """Add the counts of two parts of the groups first <= second."""
+    def add(self, tile: tuple) -> int:
+        """Add what `count` found of two parts of groups first <= second; return the number of pairs."""
+        first, second, bins, found, genuine, extremes = tile
         self.impostor[first, second, bins] += found
         if genuine is not None:
             self.genuine[first] += genuine
         for kind, rows in enumerate(extremes):
             if len(rows):
                 self.extremes[kind] = self._most(np.concatenate([self.extremes[kind], rows]))
+        return int(found.sum()) + (0 if genuine is None else int(genuine.sum()))
 
 
 def count_pairs(
@@ -230,8 +224,7 @@ def _count_stripe(counter: _Counter, start: int, threads: int, advance: Callable
     stripe = [(block, counter.load(block, scale)) for block in counter.blocks[start : start + _STRIPE]]
     for tiles in map_in_order(lambda second: counter.count(stripe, second), counter.blocks[start:], threads, ahead=2):
         for tile in tiles:
-            counter.add(*tile)
-            advance(int(tile[3].sum()) + (0 if tile[4] is None else int(tile[4].sum())))
+            advance(counter.add(tile))
 
 
 def _save(counter: _Counter, journal: Journal, start: int, end: int) -> None:
