@@ -186,8 +186,7 @@ def test_the_program_writes_the_rates_of_every_pair_and_galleries_read_its_thres
     assert alike.shape[1] > 4 * alike.shape[0] and alike.shape == pictures[2].shape
     assert (alike[60, [60, 176]] == 2 * np.array([[first[~same][nearest]], [second[~same][nearest]]])).all()
     assert {name.name for name in (tmp_path / "out").iterdir()} == {"report.html", "results.json", "pairs.png"}
-    intervals = [(*found.intervals[point.target], point.tar) for point in found.measured()]
-    assert intervals and all(low <= tar <= high for low, high, tar in intervals)
+    assert all(found.intervals[p.target][0] <= p.tar <= found.intervals[p.target][1] for p in found.measured())
     before = json.loads((tmp_path / "out" / "results.json").read_text())
     assert pairs.main(words) == 1 and "exists already" in capsys.readouterr().err
     assert pairs.main([*words, "--again"]) == 0 and json.loads((tmp_path / "out" / "results.json").read_text()) == before

@@ -19,6 +19,7 @@ from sklearn.model_selection import KFold
 
 from eval.pair_sets.bin_file import PairSet
 from eval.verification import (
+    VerificationResult,
     area_under_roc,
     bootstrap_intervals,
     equal_error_rate,
@@ -54,8 +55,7 @@ def _random_distances(num_pairs: int, seed: int, digits: int = 2) -> tuple[np.nd
     return np.round(np.clip(distances, 0, 4), digits), same
 
 
-def _check_published(expected: dict[str, Any], a: np.ndarray, b: np.ndarray, same: np.ndarray) -> None:
-    result = verify(a, b, same, xnorm=1.0)
+def _check_published(expected: dict[str, Any], result: VerificationResult) -> None:
     assert result.accuracy_per_fold.tolist() == expected["accuracy_per_fold"]  # to the last bit
     assert result.accuracy == expected["accuracy_mean"]
     assert result.accuracy_std == expected["accuracy_std"]
@@ -65,13 +65,7 @@ def _check_published(expected: dict[str, Any], a: np.ndarray, b: np.ndarray, sam
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_accuracy_of_every_fold_equals_the_published_evaluator(name: str) -> None:
     expected = EXPECTED[name]
-    _check_published(expected, *_pairs_by_formula(expected["n"], expected["d"], expected["noise"]))
-
-
-def _xnorm(plain: np.ndarray, mirrored: np.ndarray) -> float:
-    """Return the mean norm of a set of pairs of these images."""
-    number = np.arange(20)
-    return PairSet("", [], number % len(plain), (number + 1) % len(plain), number % 2 == 0).verify_views(plain, mirrored).xnorm
+    _check_published(expected, verify(*_pairs_by_formula(expected["n"], expected["d"], expected["noise"]), xnorm=1.0))
 
 
 def test_london_pixels_equal_the_published_evaluator(face_oracle: Path) -> None:
@@ -80,10 +74,9 @@ def test_london_pixels_equal_the_published_evaluator(face_oracle: Path) -> None:
     plain, mirrored = (np.load(metrics / f"london_pixels_e{view}.npy") for view in (0, 1))
     with open(face_oracle / "london" / "london_pairs.csv", newline="") as file:
         same = np.array([row["same"] == "1" for row in csv.DictReader(file)])
-    fused = fuse_views(plain, mirrored)
-    _check_published(expected, fused[0::2], fused[1::2], same)
-    # the expected number was summed in fp32
-    assert _xnorm(plain, mirrored) == pytest.approx(expected["xnorm"], rel=1e-6)
+    result = PairSet("", [], np.arange(0, len(plain), 2), np.arange(1, len(plain), 2), same).verify_views(plain, mirrored)
+    _check_published(expected, result)
+    assert result.xnorm == pytest.approx(expected["xnorm"], rel=1e-6)  # the expected number was summed in fp32
 
 
 @pytest.mark.parametrize(("num_pairs", "num_folds"), [(103, 10), (100, 10), (7, 3), (10, 10), (2, 2)])
@@ -142,7 +135,8 @@ def test_fuse_views_gives_unit_rows_of_the_sum_and_keeps_zero_rows() -> None:
     assert fused.dtype == np.float64
     np.testing.assert_allclose(fused, [[0.6, 0.8], [0.6, -0.8], [0.0, 0.0]])
     np.testing.assert_array_equal(plain, before)
-    assert _xnorm(plain, mirrored) == pytest.approx((5**0.5 + 5 + 8**0.5 + 5) / 6)
+    result = PairSet("", [], np.arange(10) % 3, np.arange(10) % 2, np.arange(10) < 5).verify_views(plain, mirrored)
+    assert result.xnorm == pytest.approx((5**0.5 + 5 + 8**0.5 + 5) / 6)
 
 
 def test_distances_are_squared_euclidean() -> None:

@@ -20,13 +20,12 @@ from saving import save_now
 from tiny_runs import SHALLOW, error_of, one_line
 
 from backbones import build_backbone
-from deploy.card.card import FIELDS
+from deploy.card.card import FIELDS, forward_operations
 from eval.foreign_networks import InputContract
 from eval.verification import verify
 from scripts.deploy import card
 from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed.agreement import digest_tensors
-from utils.memory import forward_operations
 
 MARKUP = "a|b <img src=x onerror=alert(1)> `c` [d](javascript:e) **f** \x1b[31m\u202e"
 STAGES = [{"epochs": 0.0, "steps": 3, "margin": 0.0}, {"epochs": 1.0, "steps": 0, "margin": 0.3, "scale": -1.0}]
