@@ -277,8 +277,11 @@ def _listed(labels: np.ndarray) -> list[tuple[int, int]]:
 
 def test_a_list_with_columns_of_both_pictures_as_that_of_bfw(tmp_path: Path):
     faces = _faces()
-    _, labels, groups = faces
-    names = _write(tmp_path, faces)
+    vectors, labels, groups = faces
+    numbers = [int((labels[:row] == label).sum()) for row, label in enumerate(labels)]
+    names = [f"p{label}/{n // 2}.{'png' if n % 2 else 'jpg'}" for label, n in zip(labels, numbers, strict=True)]
+    # and a second face in each picture, less sure than the first
+    _write(tmp_path, (np.concatenate([vectors, vectors[::-1]]), np.tile(labels, 2), np.tile(groups, 2)), names * 2)
     pairs = _listed(labels)
     kinds = [NAMES[group] for group in groups]
     lines = [

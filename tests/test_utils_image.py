@@ -1,7 +1,9 @@
 """Decoding straight into a buffer against decoding by OpenCV, over kinds of files."""
 
 import io
+import mmap
 import zlib
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -64,6 +66,17 @@ def test_another_size_comes_back_whole(height: int, width: int):
     pixels = decode_rgb_into(data, np.empty((112, 112, 3), np.uint8))
     assert pixels.shape == (height, width, 3)
     np.testing.assert_array_equal(pixels, decode_rgb(data))
+
+
+def test_images_that_are_too_large_leave_no_memory_behind():
+    if not (memory := Path("/proc/self/statm")).is_file():
+        pytest.skip("a program's memory is read from /proc")
+    data, out, pages = FILES["420"](_pixels(160, 160)), np.empty((112, 112, 3), np.uint8), []
+    for count in (500, 3000):
+        for _ in range(count):
+            decode_rgb_into(data, out)
+        pages.append(int(memory.read_text().split()[1]))
+    assert (pages[1] - pages[0]) * mmap.PAGESIZE < 3000 << 10
 
 
 def test_damage_is_an_error_or_what_opencv_makes_of_it():
