@@ -20,8 +20,9 @@ else
     echo "== 3/4 evaluation of $newest, pictures, and a gallery of eight people who were not in training"
     ./face eval "$run" --precision auto --report "$run/evaluation"
     ./face compare "$run" --out "$run/comparison"
-    rm -f "$run/demo.gallery"
-    ./face enrol "$run" "$run/demo.gallery" datasets/demo/people
+    rm -f "$run/demo.gallery" "$run"/.unfinished.gallery*
+    ./face enrol "$run" "$run/.unfinished.gallery" datasets/demo/people
+    mv "$run/.unfinished.gallery" "$run/demo.gallery"
 fi
 echo "== 4/4 search: who are the visitors? Two of them are strangers"
 ./face search "$run" "$run/demo.gallery" datasets/demo/visitors --k 1 --far 1e-2 --sheet "$run/search.png"

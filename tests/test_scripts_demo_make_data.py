@@ -98,7 +98,7 @@ def test_people_to_search_are_neither_in_training_nor_their_pictures_in_a_verifi
 QUICKSTART = """#!/usr/bin/env bash
 case $1 in
     train) step=work_dirs/demo_cpu/checkpoints/step_$STEP; [ -e $step ] || { mkdir -p $step; touch $step/manifest.json; } ;;
-    enrol) touch "$3" ;;
+    enrol) touch "$3"; [ "$STOPS" = 0 ] || exit 1 ;;
 esac
 echo "face $*"
 """
@@ -111,14 +111,14 @@ def test_a_second_quickstart_makes_nothing_anew_until_the_network_has_changed(tm
     (tmp_path / "face").write_text(QUICKSTART)
     (tmp_path / "face").chmod(0o755)
     seen = []
-    for step in ("1", "1", "2"):
+    for step, stops in (("1", "1"), ("1", "0"), ("1", "0"), ("2", "0")):
         command = ["bash", str(tmp_path / "scripts" / "quickstart.sh")]
-        done = subprocess.run(command, env=os.environ | {"STEP": step}, capture_output=True, text=True)
-        assert done.returncode == 0 and "work_dirs/demo_cpu/search.png" in done.stdout, done.stderr
+        done = subprocess.run(command, env=os.environ | {"STEP": step, "STOPS": stops}, capture_output=True, text=True)
+        assert done.returncode == int(stops) and ("work_dirs/demo_cpu/search.png" in done.stdout) == (stops == "0"), done.stderr
         seen.append(re.findall("^face ([a-z_]+)", done.stdout, re.M))
         time.sleep(0.05)  # files are told apart by their times
-    assert seen[0] == seen[2] == ["demo_data", "train", "eval", "compare", "enrol", "search"]
-    assert seen[1] == ["demo_data", "train", "search"]
+    assert seen[1] == seen[3] == ["demo_data", "train", "eval", "compare", "enrol", "search"]
+    assert seen[2] == ["demo_data", "train", "search"]
 
 
 def test_the_same_arguments_draw_the_same_bytes_with_any_number_of_processes(

@@ -213,6 +213,8 @@ def enrol_all(options: argparse.Namespace) -> None:
     if options.person is not None:
         options.person = check_person(options.person)
     pictures, rejected = with_people(find_pictures(options.folder), options.person_from, options.person)
+    if options.run is None and options.gallery.is_file() and options.gallery.stat().st_size:
+        take_recorded_network(options)
     options.run = options.run or newest_run()
     recorded = recorded_network(options)
     embedder, detector = open_embedder(options), open_detector(options)

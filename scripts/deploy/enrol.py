@@ -2,7 +2,8 @@
 
 FOLDER has a sub-folder of pictures for each person; see --person-from and --person for others. The pictures are aligned crops
 of the network's size, or photographs if --detector names a face detector. GALLERY is a file, made if there is none, by default
-people.gallery. NETWORK is by default the newest run in work_dirs. The gallery records network and detector for searches.
+people.gallery. It records network and detector, which later commands take from there; those of a new one are by default the
+newest run in work_dirs, and none.
 
 Pictures that are enrolled already are skipped, so that the same command continues after an interruption. Pictures are safe in
 the gallery after each batch, and --list names them then. Rejected ones are named with the reason, three of each without --list.
