@@ -135,7 +135,7 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
         ValueError: a missing or damaged file, lists that name different images, or a pair of an unknown template.
     """
     meta = Path(folder) / "meta"
-    images, table = _names_and_numbers(meta / f"{name}_face_tid_mid.txt", 2)
+    images, table = _names_and_numbers(meta / f"{name}_face_tid_mid.txt", 2, whole=True)
     named, landmarks = _names_and_numbers(meta / f"{name}_name_5pts_score.txt", 11)
     if images != named:
         line = next((i for i, (a, b) in enumerate(zip(images, named, strict=False)) if a != b), min(len(images), len(named)))
@@ -156,8 +156,8 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
     return TemplateSet(images, landmarks[:, :10].reshape(-1, 5, 2), landmarks[:, 10], templates, media, pairs, labels == 1)
 
 
-def _names_and_numbers(path: Path, count: int) -> tuple[list[str], np.ndarray]:
-    """Return the first words (N) and the `count` numbers (N, count) after them of a file's lines."""
+def _names_and_numbers(path: Path, count: int, whole: bool = False) -> tuple[list[str], np.ndarray]:
+    """Return the first words (N) and the `count` numbers (N, count) after them of a file's lines; `whole` ones have 32 bits."""
     names, numbers = [], []
     with reading(path):
         text = read_bytes(path, MAX_TEXT)
@@ -173,7 +173,12 @@ def _names_and_numbers(path: Path, count: int) -> tuple[list[str], np.ndarray]:
         numbers.append(values)
     if not names:
         raise ValueError(f"{path}: is empty")
-    return names, np.array(numbers)
+    table = np.array(numbers)
+    wrong = ~np.isfinite(table) | (whole & ((table % 1 != 0) | (np.abs(table) >= 2**31)))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(f"{path}: line {row + 1} must have {'whole ' * whole}numbers, got {table[row, column]:g}")
+    return names, table
 
 
 def _integers(path: Path) -> np.ndarray:
@@ -187,12 +192,13 @@ def _integers(path: Path) -> np.ndarray:
                 block += file.readline()
                 if block.translate(None, b"0123456789 \t\r\n"):
                     raise ValueError(f"{path}: after line {lines}: each line must have three whole numbers and nothing else")
-                numbers = np.fromstring(block, dtype=np.int64, sep=" ")
-                count = block.count(b"\n") + (not block.endswith(b"\n"))
-                if len(numbers) != 3 * count or numbers.max(initial=0) >= 2**31:
+                numbers, text = np.fromstring(block, dtype=np.int64, sep=" "), np.frombuffer(block, np.uint8)
+                digits, ends = text >= ord("0"), np.flatnonzero(text[:-1] == ord("\n")) + 1
+                each = np.add.reduceat(np.diff(digits, prepend=False) & digits, [0, *ends], dtype=np.int32)
+                if (each != 3).any() or numbers.max(initial=0) >= 2**31:
                     raise ValueError(f"{path}: after line {lines}: each line must have three numbers below 2^31")
                 blocks.append(numbers.astype(np.int32).reshape(-1, 3))
-                lines += count
+                lines += len(each)
     if not blocks:
         raise ValueError(f"{path}: is empty")
     return np.concatenate(blocks)

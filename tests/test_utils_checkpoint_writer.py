@@ -121,6 +121,12 @@ def test_a_disk_that_takes_a_part_of_each_write_gets_all(tmp_path: Path):
     assert disk.done.count("write") > 20 and _check_whole(tmp_path) == [5]
 
 
+def test_the_last_save_on_a_cpu_takes_no_memory_for_a_copy(tmp_path: Path):
+    with _writer(tmp_path) as writer:
+        writer.save(1, **as_files(**_state(1)), last=True)
+        assert not writer._host_copy.has_memory() and _check_whole(tmp_path) == [1]
+
+
 def test_training_may_change_everything_while_a_save_is_written(tmp_path: Path):
     state, gate = _state(7), threading.Event()
     with faulty(Disk(before=lambda name: gate.wait(30))), _writer(tmp_path) as writer:

@@ -231,9 +231,10 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self._partial = partial = partial_path(self._final)
         self._manifest = {"step": step, "world_size": world.world_size, **facts}
         states, slots = _this_ranks_files(files, world)
-        copy = self._copy_of(states) if self.background else None
+        background = self.background and not (last and world.device.type == "cpu")  # nothing is computed beside the last one
+        copy = self._copy_of(states) if background else None
         (waits,) = any_ranks([copy is None], world)  # if one rank has to wait for the disk, the others would wait for it later
-        if waits and self.background:
+        if waits and background:
             self.warn("checkpoint: no memory for a copy of the state, so training waits until it is on the disk")
         states = states if copy is None else copy
         if world.device.type == "cuda":
