@@ -283,7 +283,8 @@ def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
     """Return unique pairs (k, 2) int64 of positions in two arrays of hashes that differ in at most MAX_DISTANCE bits.
 
     It finds pairs that agree in one of four bands of 32 bits, which start 16 bits apart: all pairs that differ in one bit, and
-    most pairs that differ in a few. Each image has at most 64 candidates per band.
+    most pairs that differ in a few. Each image has at most 64 candidates per band, and 8 of the next hashes where more than 64
+    images agree in one, which still leads from each of many copies to the others.
 
     Args:
         one: (n,) uint64.
@@ -293,17 +294,19 @@ def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
     found = [np.empty((0, 2), dtype=np.int64)]
     for band in range(_BANDS):
         left_keys, right_keys = _band(one, band), _band(right, band)
-        order = np.argsort(right_keys, kind="stable")
-        ranked = right_keys[order]
+        order = np.lexsort((right, right_keys))
+        ranked, place = right_keys[order], np.argsort(order)
         for begin in range(0, len(one), 1 << 20):
             keys = left_keys[begin : begin + (1 << 20)]
             starts, ends = np.searchsorted(ranked, keys, "left"), np.searchsorted(ranked, keys, "right")
-            lengths = np.minimum(ends - starts, _RANGE)
+            if other is None:  # those behind the image itself
+                most = np.where(ends - starts > _RANGE, _RANGE // 8, _RANGE)
+                starts = place[begin : begin + (1 << 20)] + 1
+            lengths = np.minimum(ends - starts, most if other is None else _RANGE)
             rows = np.repeat(np.arange(len(keys)), lengths)
             inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             pairs = np.stack([rows + begin, order[starts[rows] + inside]], axis=1)
-            if other is None:
-                pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+            pairs = np.sort(pairs, axis=1) if other is None else pairs
             found.append(pairs[np.bitwise_count(one[pairs[:, 0]] ^ right[pairs[:, 1]]) <= MAX_DISTANCE])
     return np.unique(np.concatenate(found), axis=0)
 

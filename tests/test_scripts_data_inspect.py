@@ -214,6 +214,14 @@ def test_a_set_of_one_colour_does_not_explode():
     assert len(candidates(np.zeros(20_000, dtype=np.uint64))) <= 20_000 * 64
 
 
+def test_of_very_many_copies_one_of_each_hash_stays(tmp_path: Path, people: Path):
+    noise = np.random.default_rng(1).integers(-3, 4, (150, 112, 112, 3))
+    for number, moved in enumerate(noise):
+        (people / "person_1" / f"copy{number:03d}.jpg").write_bytes(jpeg(np.clip(picture(7) + moved, 0, 255).astype(np.uint8)))
+    assert inspect_data.main([str(people), "--out", str(tmp_path / "report")]) == 0
+    assert len(_table(tmp_path / "report" / "drop.csv")) >= 150 - 3
+
+
 def test_likeness_tells_copies_from_other_pictures():
     one = picture(5)
     for changed in (jpeg(one, 40), jpeg(np.clip(one * 1.1 + 5, 0, 255).astype(np.uint8))):
