@@ -10,7 +10,6 @@ import numpy as np
 
 from data.base import FaceDataset
 from data.decisions import Decision
-from utils.image import decode_rgb
 from utils.report.contact_sheet import captioned_sheet, make_figure, png_of
 from utils.report.page import Page
 
@@ -151,8 +150,4 @@ class _Pictures:
         return rows[self._labels[rows] == identity]
 
     def _some(self, rows: Iterable[int], *texts: str) -> list[_Cell]:
-        return [(self._read(int(self._indices[row])), texts) for row in rows]
-
-    def _read(self, index: int) -> np.ndarray | None:
-        image = self._dataset.sample(index)[0]
-        return image if isinstance(image, np.ndarray) else decode_rgb(image)
+        return [(self._dataset.picture(int(self._indices[row])), texts) for row in rows]

@@ -138,9 +138,9 @@ def _done(journal: Journal | None, stage: str) -> list[bytes]:
     """Return the results of the blocks of a stage that a journal has, in order."""
     found: list[bytes] = []
     for entry in journal.entries if journal else ():
-        if entry.record["stage"] == stage:
+        if entry.record.get("stage") == stage:
             data = journal.data(entry) if journal else None
-            if data is None or entry.record["begin"] != len(found) * _ROWS:
+            if data is None or entry.record.get("begin") != len(found) * _ROWS:
                 break
             found.append(data[:-1])  # an entry without bytes would have no hash
     return found

@@ -45,8 +45,4 @@ def write_page(
 
 
 def _cell(found: Clusters, dataset: FaceDataset, indices: np.ndarray, row: int) -> tuple[np.ndarray | None, Sequence[str]]:
-    texts = (str(indices[row]), f"{found.labels[row]}: {found.own[row]:.3f}")
-    try:
-        return dataset.pixels_and_label(int(indices[row]))[0], texts
-    except ValueError:  # a damaged picture
-        return None, texts
+    return dataset.picture(int(indices[row])), (str(indices[row]), f"{found.labels[row]}: {found.own[row]:.3f}")

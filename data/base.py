@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from utils.distributed.agreement import digest
-from utils.image import IMAGE_SIZE, decode_rgb_into, resize_square
+from utils.image import IMAGE_SIZE, decode_rgb, decode_rgb_into, resize_square
 
 from .tolerant import Tolerance
 
@@ -100,6 +100,14 @@ class FaceDataset(ABC):
         own = self.tolerance.take_warnings() if self.tolerance else []
         heard, self._heard = self._heard, ()
         return [*own, *heard]
+
+    def picture(self, index: int) -> np.ndarray | None:
+        """Return the pixels of a sample in its own size (H, W, 3) uint8, RGB, to be shown; None if it is damaged."""
+        try:
+            image, _ = self.sample(index)
+            return image if isinstance(image, np.ndarray) else decode_rgb(image)
+        except ValueError:
+            return None
 
     def pixels_and_label(self, index: int, size: int = IMAGE_SIZE) -> tuple[np.ndarray, int]:
         """Return the pixels of a sample, (size, size, 3) uint8, RGB, and the class that `decode_into` returns."""

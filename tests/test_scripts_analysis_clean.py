@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,11 @@ def test_a_second_person_under_a_label_gets_an_identity_and_images_stay_if_nothi
     made = made._replace(labels=np.unique(joined, return_inverse=True)[1])
     _write(tmp_path, made)
     assert _run("clean", tmp_path / "set.npy", tmp_path / "set", "--out", tmp_path / "report") == 0
+    shutil.copytree(tmp_path / "set", tmp_path / "damaged")
+    records = tmp_path / "damaged" / "train.rec"
+    records.write_bytes(records.read_bytes().replace(b"\xff\xd8\xff", b"not"))
+    assert _run("clean", tmp_path / "set.npy", tmp_path / "damaged", "--out", tmp_path / "seen") == 0
+    assert "<img" in (tmp_path / "seen" / "report.html").read_text()
     assert _run("data", "filter", tmp_path / "set", tmp_path / "cut", "--decisions", tmp_path / "report" / "decisions.csv") == 0
     cut = open_set(tmp_path / "cut")
     people = made.people[[_number(cut, index) for index in range(cut.num_images)]]

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
                 for pairs in sets:
                     same = (network.image_size, options.precision, options.both, options.seed)
                     facts = [network.identity, pairs.digest(), *same]  # a row depends on, beside its kind and strength
-                    found = [Row(name, pairs.name, *record["row"][2:]) for record in kept if record["facts"] == facts]
+                    found = [Row(name, pairs.name, *record["row"][2:]) for record in kept if record.get("facts") == facts]
                     done = {(row.kind, row.strength): row for row in found}
                     advance = bar.update if world.rank == 0 else lambda count: None
                     arguments = (pairs, kinds, options.both, options.seed, world, settings, advance, done)

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         with open_journal(unfinished, str(out)) as journal:
             parts = Parts(options, embedder, source, journal)
             missing = parts.missing()
-            count = options.processes or min(default_processes(options.device), len(missing) // 4)  # each takes seconds to start
+            count = options.processes or min(default_processes(options.device), len(missing) // 4)  # a start takes seconds
             count = max(1, min(count, len(missing)))
             done = len(source.names) - sum(len(parts.names_of(number)) for number in missing)
             with progress([], len(source.names), "embedding", "picture") as bar:
