@@ -76,12 +76,35 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pyte
         if is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for number in range(4 * 3 + 2 * 2 + 2 + 2):  # parts and lines of images, identities and the header, and two files flushed
+    for number in range(4 * 3 + 2 * 2 + 2 + 1 + 2):  # parts and lines of images, identities and the header, property, flushes
         left = number
         with faulty(Disk(before=full)):
             said = _fails(capsys, folder_to_rec, people, tmp_path / "set")
-        assert re.fullmatch(r"error: .*/set/train\.(rec|idx|lst): No space left on device", said), said
+        assert re.fullmatch(r"error: .*/set/(train\.(rec|idx|lst)|property): No space left on device", said), said
         assert not list((tmp_path / "set").iterdir())
+
+
+def test_a_set_that_is_found_is_whole_whenever_its_writing_was_interrupted(tmp_path: Path):
+    for name, counts in (("old", [2, 2]), ("new", [2, 3])):
+        _runs(folder_to_rec, folder_of_people(tmp_path / f"people_{name}", counts), tmp_path / name)
+    (tmp_path / "new" / "property").write_text("9,112,112")
+    out, left = tmp_path / "set", 0
+
+    def interrupt(name: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    found, status = [], 130
+    while status:
+        _runs(folder_to_rec, tmp_path / "people_old", out, "--overwrite")
+        left = len(found) + 1
+        with faulty(Disk(before=interrupt)):
+            status = shuffle_rec.main([str(tmp_path / "new"), str(out), "--overwrite"])
+        is_set = (out / "train.rec").exists()
+        found.append((RecordDataset(out).num_classes, (out / "train.lst").exists()) if is_set else None)
+    assert list(dict.fromkeys(found)) == [(2, True), None, (9, False)]
 
 
 def test_of_two_that_write_one_set_the_first_fails_and_none_is_torn(tmp_path: Path):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from utils.files import write_file
+from utils.files import new_file
 from utils.image import IMAGE_SIZE, image_size
 from utils.text import prefix_errors
 
@@ -229,7 +229,7 @@ class RecordSetWriter(RecordWriter):
             raise ValueError(f"{self.folder} holds a train.rec; add --overwrite to replace it, or choose another folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            super().__init__(*(self.folder / name for name in ("train.rec", "train.idx", "train.lst")))
+            super().__init__(self.folder / "train.rec", self.folder / "train.idx")
         except OSError as error:
             raise ValueError(f"{self.folder}: cannot be written: {error.strerror}") from None
 
@@ -257,6 +257,9 @@ class RecordSetWriter(RecordWriter):
             self._ends.append(key + 1)
         self._largest = max(self._largest, label)
         if path:
+            if len(self._files) == 2:
+                self._paths.append(self.folder / "train.lst")
+                self._files.append(self._unfinished.enter_context(new_file(self._paths[2], hidden=False)))
             self._files[2].write(f"1\t{path.replace(os.sep, '/')}\t{label}\n".encode("utf-8", "surrogateescape"))
         return key
 
@@ -276,9 +279,10 @@ class RecordSetWriter(RecordWriter):
                 for label, end in enumerate(self._ends):
                     self.write(first + label, pack([float(begins[label]), float(end)], first + label, 0, b""))
                 self.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
+            size = self.size or IMAGE_SIZE
+            text = f"{self.num_classes},{size},{size}".encode()
+            self._unfinished.enter_context(new_file(self.folder / "property")).write(text)
             self._flush()
-            (self.folder / "property").unlink(missing_ok=True)  # of the replaced set
-        if not self._files[2].size:
-            (self.folder / "train.lst").unlink()
-        size = self.size or IMAGE_SIZE
-        write_file(self.folder / "property", f"{self.num_classes},{size},{size}")
+            # the replaced set goes first, and the new train.rec gets its name last, so whenever one is found, its set is whole
+            for name in ("train.rec", "train.lst"):
+                (self.folder / name).unlink(missing_ok=True)
