@@ -17,6 +17,8 @@ from scripts.data import convert_bin, folder_to_rec, show_augmentation
 from scripts.data import filter as filter_data
 from scripts.data import inspect as inspect_data
 from scripts.data import merge as merge_data
+from scripts.data import repair as repair_data
+from scripts.data import shuffle as shuffle_data
 from scripts.data import split as split_data
 from scripts.data import verify as verify_data
 
@@ -249,6 +251,25 @@ def test_filter_keeps_what_is_asked(tmp_path: Path, people: Path, arguments: lis
     for index in range(dataset.num_images):
         image, label = dataset.sample(index)
         assert bytes(image) in {path.read_bytes() for path in (people / f"person_{kept[label][0]}").iterdir()}
+
+
+def test_of_a_replaced_set_nothing_is_left(tmp_path: Path, people: Path):
+    out, more = tmp_path / "out", ["--overwrite"]
+    (people / "person_0" / "9.jpg").write_bytes(b"no picture")
+    out.mkdir()
+    (out / "classes.csv").write_text("mine")  # not of a set
+    assert folder_to_rec.main([str(people), str(out), "--skip-bad"]) == 0
+    assert (out / "classes.csv").read_text() == "mine" and (out / "skipped.txt").exists()
+    (people / "person_0" / "9.jpg").unlink()
+    (out / "padding.csv").touch()
+    assert filter_data.main([str(people), str(out), "--max-images", "1", *more]) == 0
+    assert {path.name for path in out.iterdir()} == {"classes.csv", "property", "train.idx", "train.rec"}
+    assert len(_table(out / "classes.csv")) == 4
+    assert folder_to_rec.main([str(people), str(tmp_path / "set")]) == 0
+    assert repair_data.main([str(tmp_path / "set"), "--out", str(out), *more]) == 0
+    assert {path.name for path in out.iterdir()} == {"left_out.csv", "property", "train.idx", "train.rec"}
+    assert shuffle_data.main([str(tmp_path / "set"), str(out), *more]) == 0
+    assert {path.name for path in out.iterdir()} == {"property", "train.idx", "train.rec"}
 
 
 def test_filter_refuses_what_it_cannot_do(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):

@@ -30,6 +30,7 @@ from .index import read_index
 _HEADER = struct.Struct("<IfQQ")
 _CHUNK = 1 << 18  # headers read at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
+_BESIDE = ("classes.csv", "skipped.txt", "left_out.csv", "padding.csv")  # what the programs say of a set they wrote
 MAX_CLASSES = 1 << 24  # a label is a float32; from here on it may represent several integers
 
 
@@ -284,5 +285,6 @@ class RecordSetWriter(RecordWriter):
             self._unfinished.enter_context(new_file(self.folder / "property")).write(text)
             self._flush()
             # the replaced set goes first, and the new train.rec gets its name last, so whenever one is found, its set is whole
-            for name in ("train.rec", "train.lst"):
+            replaced = (self.folder / "train.rec").exists()
+            for name in ("train.rec", "train.lst", *(_BESIDE if replaced else ())):
                 (self.folder / name).unlink(missing_ok=True)
