@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
-from data.scan import MAX_DISTANCE, candidates, correlation, dhash
+from data.scan import MAX_DISTANCE, candidates, copy_set, correlation, dhash
 from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.data import convert_bin, folder_to_rec, show_augmentation
 from scripts.data import filter as filter_data
@@ -282,7 +283,7 @@ def test_filter_refuses_what_it_cannot_do(tmp_path: Path, people: Path, capsys: 
     assert not (people / "train.rec").exists()
 
 
-def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path):
+def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     people = folder_of_people(tmp_path / "people", [3, 2, 2, 3, 1, 2, 4, 2] * 3)
     assert folder_to_rec.main([str(people), str(tmp_path / "set")]) == 0
     arguments = [str(tmp_path / "set"), str(tmp_path / "cut"), "--held-out", "20", "--pairs", "20"]
@@ -300,6 +301,28 @@ def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path):
     assert split_data.main([arguments[0], str(tmp_path / "half"), *arguments[2:]]) == 1
     assert not (tmp_path / "half" / "train").exists()
     assert split_data.main([*arguments[:2], "--held-out", "24", "--overwrite"]) == 1
+    assert folder_to_rec.main([str(people), str(tmp_path / "in" / "train")]) == 0
+    assert split_data.main([str(tmp_path / "in" / "train"), str(tmp_path / "in"), *arguments[2:], "--overwrite"]) == 1
+    assert RecordDataset(tmp_path / "in" / "train").num_images == whole.num_images  # nor over its source
+
+    def found() -> list[str]:
+        paths = (path for pattern in ("*.rec", "*.bin") for path in (tmp_path / "cut").rglob(pattern))
+        return sorted(str(path.relative_to(tmp_path / "cut")) for path in paths)
+
+    whole_cut = found()
+    assert whole_cut == ["held_out.bin", "held_out/train.rec", "train/train.rec"]
+    for name, there in (("held_out", ["train/train.rec"]), ("train", [])):  # no old one is beside a new one
+
+        def interrupted(*args: Any, stop: str = name) -> None:
+            if args[2].name == stop:
+                raise KeyboardInterrupt
+            copy_set(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(split_data, "copy_set", interrupted)
+            assert split_data.main([*arguments, "--seed", "1", "--overwrite"]) == 130
+        assert found() == there
+    assert split_data.main([*arguments, "--seed", "1"]) == 0 and found() == whole_cut
 
 
 def test_merged_sets_number_their_people_one_after_another_or_share_them(tmp_path: Path, people: Path):

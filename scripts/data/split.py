@@ -48,7 +48,10 @@ def split(options: argparse.Namespace) -> None:
     people = np.flatnonzero(counts)
     wanted = _how_many(options.held_out, len(people))
     target = options.out / "held_out.bin"
-    for path in (target, *(options.out / name / "train.rec" for name in ("train", "held_out"))):
+    paths = (target, *(options.out / name / "train.rec" for name in ("train", "held_out")))
+    for path in paths:
+        if path != target and path.parent.resolve() == options.set.resolve():
+            raise ValueError(f"{path.parent}: the new sets must not be written over the old one; choose another folder")
         if path.exists() and not options.overwrite:
             raise ValueError(f"{path} exists; add --overwrite to replace it, or choose another folder")
     rng = np.random.default_rng(options.seed)
@@ -68,8 +71,10 @@ def split(options: argparse.Namespace) -> None:
             + "hold out more with --held-out N"
         )
     first, second, same = sample_pairs(labels[inside], pairs, FOLDS, options.seed)
-    copy_set(dataset, np.flatnonzero(~held[labels]), options.out / "train", options.overwrite, options.set)
-    copy_set(dataset, inside, options.out / "held_out", options.overwrite, options.set)
+    for path in paths:  # all before the first is replaced: a new train beside an old held_out would share people with it
+        path.unlink(missing_ok=True)
+    copy_set(dataset, np.flatnonzero(~held[labels]), options.out / "train", options.overwrite)
+    copy_set(dataset, inside, options.out / "held_out", options.overwrite)
     indices = inside[np.stack([first, second], axis=1).reshape(-1)].tolist()
     images = {index: bytes(dataset.sample(index)[0]) for index in dict.fromkeys(indices)}
     write_bin(target, [images[index] for index in indices], same.tolist())
