@@ -11,6 +11,7 @@ whether it is an image; in a small set the header must agree. Shapes: n = record
 
 import functools
 import os
+import shlex
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -146,7 +147,7 @@ def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
     warnings = []
     if records.rebuilt or unread:
         what = "there is no train.idx" if records.rebuilt else f"the last {unread} bytes of train.rec are not in train.idx"
-        warnings.append(f"{rec_path.parent}: {what}; face data repair {rec_path.parent} rebuilds it")
+        warnings.append(f"{rec_path.parent}: {what}; face data repair {shlex.quote(str(rec_path.parent))} rebuilds it")
     facts = {
         "first_key": int(image_keys[0]),
         "num_records": len(records),

@@ -61,13 +61,13 @@ def test_a_noisy_set_becomes_clean(there: tuple[Path, Planted, np.ndarray], tmp_
     known = len(vectors) - 120
     names = [f"{k}.jpg" for k in range(len(vectors))]
     _write_table(tmp_path / "lfw.npy", vectors.astype(np.float32), names, ["anna"] * known + [f"s{k // 3}" for k in range(120)])
-    out, second = tmp_path / "report", tmp_path / "other" / "lfw.npy"
+    out, second = tmp_path / "the report", tmp_path / "other" / "lfw.npy"
     second.parent.mkdir()
     _write_table(second, vectors[known:].astype(np.float32), names[known:], [f"s{k // 3}" for k in range(120)])
     tests = (tmp_path / "lfw.npy", second)  # of one name
     words = ("clean", folder / "set.npy", folder / "set", "--out", out, "--tests", *tests, "--move", 0.5)
     assert _run(*words) == 0
-    assert "next: face data filter " in capsys.readouterr().out
+    assert f"next: face data filter {folder / 'set'} OUT --decisions '{out / 'decisions.csv'}'\n" in capsys.readouterr().out
     page = (out / "report.html").read_text()
     for heading in ("in a test set", "are one person", "Images of another identity", "Images of nobody here"):
         assert re.search(f"<h2[^>]*>[^<]*{heading}", page), heading

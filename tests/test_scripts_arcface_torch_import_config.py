@@ -71,6 +71,8 @@ def test_every_key_of_a_published_run_arrives(tmp_path: Path, capsys: pytest.Cap
     assert "128 x 32 GPUs" in text and "the last arcface_torch has 1" in text and text.isascii()
     for key in ("dali", "resume"):
         assert f"# Not converted: config.{key} = False" in text and f"note: config.{key} = False" in err
+    assert import_arcface_config.main([str(tmp_path / "theirs.py"), "--gpus", "32", "--out", f"{tmp_path}/my own.yaml"]) == 0
+    assert f"start with ./face train '{tmp_path}/my own.yaml' --machines 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

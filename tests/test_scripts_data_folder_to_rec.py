@@ -61,8 +61,9 @@ def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path, 
     assert RecordDataset(tmp_path / "set").labels().tolist() == [0, 0, 0, 1, 1]
     assert "pictures that cannot be read were passed over: 1 .heic; convert them" in capsys.readouterr().err
     (people / "some.lst").write_text("1\tperson_0/0.jpg\t0\n1\tperson_2/0.jpg\t2\n1\tperson_2/1.jpg\t2\n")
-    _runs(folder_to_rec, people / "some.lst", tmp_path / "some", "--min-images", 2)
-    assert RecordDataset(tmp_path / "some").labels().tolist() == [0, 0]
+    _runs(folder_to_rec, people / "some.lst", some := tmp_path / "so me", "--min-images", 2)
+    assert RecordDataset(some).labels().tolist() == [0, 0]
+    assert f"next: face data inspect '{some}' --out report\n" in capsys.readouterr().out
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

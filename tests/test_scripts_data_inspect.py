@@ -254,8 +254,8 @@ def test_filter_keeps_what_is_asked(tmp_path: Path, people: Path, arguments: lis
         assert bytes(image) in {path.read_bytes() for path in (people / f"person_{kept[label][0]}").iterdir()}
 
 
-def test_of_a_replaced_set_nothing_is_left(tmp_path: Path, people: Path):
-    out, more = tmp_path / "out", ["--overwrite"]
+def test_of_a_replaced_set_nothing_is_left(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    out, one, more = tmp_path / "out", tmp_path / "one set", ["--overwrite"]
     (people / "person_0" / "9.jpg").write_bytes(b"no picture")
     out.mkdir()
     (out / "classes.csv").write_text("mine")  # not of a set
@@ -266,11 +266,14 @@ def test_of_a_replaced_set_nothing_is_left(tmp_path: Path, people: Path):
     assert filter_data.main([str(people), str(out), "--max-images", "1", *more]) == 0
     assert {path.name for path in out.iterdir()} == {"classes.csv", "property", "train.idx", "train.rec"}
     assert len(_table(out / "classes.csv")) == 4
-    assert folder_to_rec.main([str(people), str(tmp_path / "set")]) == 0
-    assert repair_data.main([str(tmp_path / "set"), "--out", str(out), *more]) == 0
+    assert folder_to_rec.main([str(people), str(one)]) == 0
+    assert repair_data.main([str(one), "--out", str(out), *more]) == 0
     assert {path.name for path in out.iterdir()} == {"left_out.csv", "property", "train.idx", "train.rec"}
-    assert shuffle_data.main([str(tmp_path / "set"), str(out), *more]) == 0
+    assert shuffle_data.main([str(one), str(out), *more]) == 0
     assert {path.name for path in out.iterdir()} == {"property", "train.idx", "train.rec"}
+    (one / "train.idx").unlink()
+    assert filter_data.main([str(one), str(out), *more]) == 0
+    assert f"there is no train.idx; face data repair '{one}' rebuilds it\n" in capsys.readouterr().err
 
 
 def test_filter_refuses_what_it_cannot_do(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):

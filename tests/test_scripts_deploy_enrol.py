@@ -291,12 +291,12 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
     monkeypatch.setattr("utils.checkpoint.format.newest_run", lambda: Path("weights.pt"))
     monkeypatch.setattr("deploy.gallery.commands.newest_run", lambda: Path("weights.pt"))
     assert enrol.main(["people", *weights[1:]]) == 0
-    assert enrol.main(["staff.gallery", "people", *weights[1:]]) == 0
+    assert enrol.main(["our staff.gallery", "people", *weights[1:]]) == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr("deploy.gallery.commands.newest_run", lambda: pytest.fail("the gallery has its own network"))
     assert enrol.main(["../people.gallery", "../people"]) == 0
-    for words in (["../people.gallery", query], ["../staff.gallery", query, query]):
+    for words in (["../people.gallery", query], ["../our staff.gallery", query, query]):
         capsys.readouterr()
         assert search.main(words) == 0
         assert "  1   1.0000  person_1" in capsys.readouterr().out
@@ -309,8 +309,9 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
         assert search.main(["../people.gallery", query]) == 1
         assert capsys.readouterr().err.endswith("it does not say how its network is read; name that before the gallery\n")
     (tmp_path / "weights.pt").unlink()
-    assert search.main(["../staff.gallery", query]) == 1
-    assert f"is not at {tmp_path / 'weights.pt'}; name it, as in face search NETWORK" in one_line(capsys)
+    assert search.main(["../our staff.gallery", query]) == 1
+    said = f"is not at {tmp_path / 'weights.pt'}; name it, as in face search NETWORK '../our staff.gallery' PICTURES or"
+    assert said in one_line(capsys)
     with pytest.raises(SystemExit):
         enrol.main(["a.gallery", "people", "more", "most"])
     assert "one folder is enrolled at a time" in capsys.readouterr().err

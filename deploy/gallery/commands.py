@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -350,10 +351,11 @@ def take_recorded_network(options: argparse.Namespace) -> None:
             raise ValueError(f"{shown(options.gallery)}: it does not say how its network is read; name that before the gallery")
     path = Path(recorded.pop("path"))
     if not facts.network_path or not path.exists():
+        quoted = shlex.quote(shown(options.gallery))
         raise ValueError(
             f"{shown(options.gallery)}: its network, {one_line(facts.title)}, is not "
             f"{f'at {shown(path)}' if facts.network_path else 'recorded'}; name it, as in face search NETWORK "
-            f"{shown(options.gallery)} PICTURES or face serve NETWORK --gallery {shown(options.gallery)}"
+            f"{quoted} PICTURES or face serve NETWORK --gallery {quoted}"
         )
     options.run, usual = path, _usual_choice()
     for name, value in recorded.items():

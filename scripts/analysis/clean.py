@@ -11,6 +11,7 @@ Example: face clean set.npy set --out labels --tests lfw.npy
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     for kind, (heading, _) in HEADINGS.items():
         print(f"  {heading:<44}{len(made[kind]):,}")
     print(f"report: {shown(options.out / 'report.html')}")
-    print(f"next: face data filter {shown(options.set)} OUT --decisions {shown(target)}")
+    print(f"next: face data filter {shlex.join([shown(options.set), 'OUT', '--decisions', shown(target)])}")
 
 
 def _indices(faces: Faces, dataset: FaceDataset, options: argparse.Namespace) -> np.ndarray:

@@ -10,6 +10,7 @@ Example: face migrate config arcface_torch/configs/ms1mv3_r50.py --gpus 8 --out 
 import argparse
 import math
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -258,7 +259,7 @@ class Translation:
     def command(self, config: str) -> str:
         """Return the command line that starts this configuration on as many processes."""
         machines = f" --machines {self.gpus // 8} --head HOST" if self.gpus > 8 and self.gpus % 8 == 0 else ""
-        return f"./face train {config}{machines}"
+        return f"./face train {shlex.quote(config)}{machines}"
 
     def text(self, name: str, lost: Sequence[str]) -> str:
         """Return the YAML."""

@@ -15,6 +15,7 @@ Examples:
 """
 
 import argparse
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def convert(options: argparse.Namespace) -> None:
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
-    print(f"next: face data inspect {options.out} --out report")
+    print(f"next: face data inspect {shlex.quote(str(options.out))} --out report")
 
 
 def _advice(picture: Picture, bad: Rejected) -> str:
