@@ -200,7 +200,8 @@ def test_a_value_that_is_refused_here_is_an_error_with_its_line_and_key_there(
     assert "theirs.py" in _error(tmp_path, capsys, "config.a = " + "(" * 5000 + ")" * 5000)
     assert "theirs.py" in _error(tmp_path, capsys, "config.a = " + "1 + " * 20000 + "1")
     (tmp_path / "ours.yaml").write_text("mine")
-    assert "ours.yaml" in _error(tmp_path, capsys, HEADER + NEEDED, "--out", str(tmp_path / "ours.yaml"))
+    said = _error(tmp_path, capsys, HEADER + NEEDED, "--out", str(tmp_path / "ours.yaml"))
+    assert said.endswith("ours.yaml: exists already and is never overwritten; choose another name\n")
     assert (tmp_path / "ours.yaml").read_text() == "mine"
 
 

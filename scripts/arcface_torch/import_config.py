@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def convert(options: argparse.Namespace) -> None:
     """Read, translate, check by loading, and write."""
+    if options.out is not None and options.out.exists():
+        raise ValueError(f"{options.out}: exists already and is never overwritten; choose another name")
     given = default_values()
     if options.base is not None:
         given = read_config(options.base, given)
