@@ -5,7 +5,7 @@ softmax_fc_gpu   model.pt, softmax_fc_gpu_{r}.pt; early 2022
 backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
 
 Class centres are in the order of the labels and keep their norms; --ranks must be the number of processes there.
-The schedule is not stored: from this step on, arcface_torch's own configuration determines it.
+Of the schedule only the position is stored, and only by checkpoint_gpu; arcface_torch's own configuration determines the rest.
 
 Example: face migrate export work_dirs/ms1mv3_r50 exported --ranks 8
 """
