@@ -414,6 +414,14 @@ def test_pairs_of_a_csv_file_are_its_lines_and_a_wrong_one_is_named(tmp_path: Pa
     _runs(pairs_to_bin, "csv", people, tmp_path / "pairs.csv", tmp_path / "own.bin")
     pairs = read_bin(tmp_path / "own.bin")
     assert pairs.same.tolist() == [True, False] and len(pairs.images) == 3
+    (people / "person_0").rename(people / 'A, "B"')
+    lines = re.sub("person_0/(..jpg)", r'"A, ""B""/\1"', (tmp_path / "pairs.csv").read_text())
+    (tmp_path / "quoted.csv").write_text(lines)
+    _runs(pairs_to_bin, "csv", people, tmp_path / "quoted.csv", tmp_path / "quoted.bin")
+    assert (tmp_path / "quoted.bin").read_bytes() == (tmp_path / "own.bin").read_bytes()
+    (tmp_path / "quoted.csv").write_text(lines + "a" * 140_000 + ",b,1\n")
+    assert "line 4 must be" in _fails(capsys, pairs_to_bin, "csv", people, tmp_path / "quoted.csv", tmp_path / "b.bin")
+    (people / 'A, "B"').rename(people / "person_0")
     (people / "person_0" / "0.jpg").write_bytes(jpeg(picture(1, 100)))
     said = _fails(capsys, pairs_to_bin, "csv", people, tmp_path / "pairs.csv", tmp_path / "b.bin")
     assert "person_0/0.jpg: is 100 x 100 pixels" in said

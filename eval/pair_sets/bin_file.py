@@ -14,6 +14,7 @@ NAME.safetensors    bytes (B,) uint8, all distinct images one after another; end
 Shapes: N = distinct images, P = pairs, B = bytes of all images, H = W = size.
 """
 
+import csv
 import mmap
 import os
 import pickle
@@ -297,11 +298,15 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
 
 
 def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:
-    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or spaces."""
+    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or spaces; quotes keep a comma."""
     pairs: list[tuple[Path, Path, bool]] = []
     for number, line in enumerate(read_lines(path), 1):
         separator = "," if "," in line else "\t" if "\t" in line else None
-        words = [word.strip() for word in line.split(separator)]
+        try:
+            cells = next(csv.reader([line], skipinitialspace=True)) if separator == "," else line.split(separator)
+        except csv.Error:  # a cell that is too long
+            cells = []
+        words = [word.strip() for word in cells]
         if len(words) == 3 and words[2].lower() in ("0", "1", "true", "false"):
             pairs.append((folder / words[0], folder / words[1], words[2].lower() in ("1", "true")))
         elif line.strip() and (number > 1 or len(words) != 3 or any(letter.isdigit() for letter in words[2])):

@@ -2,7 +2,7 @@
 
 lfw      a folder of NAME/NAME_0001.jpg and its pairs.txt
 cfp      the folder of Celebrities in Frontal-Profile, with Protocol/ and the aligned pictures: --kind FP or FF
-csv      lines "path1,path2,same" (separated by commas, tabs or blanks; same is 0 or 1; a header is skipped)
+csv      lines "path1,path2,same" (apart by commas, tabs or blanks; "a,b.jpg" in quotes; same is 0 or 1; a header is skipped)
 sample   balanced pairs drawn from a folder per identity, a RecordIO set or another set, in ten folds without common identities
 
 Pictures must be aligned; files are stored byte for byte. The order of the pairs is the order of the folds.
