@@ -116,6 +116,7 @@ def test_the_graph_is_the_same_on_any_ranks_and_the_exact_one_that_of_numpy(run_
     run_ranks(_compare_ranks, world_size)
 
 
+@pytest.mark.numeric
 def test_centres_that_lag_are_brought_up_to_date_before_a_search():
     def after_steps(saves: bool) -> PartialFC:
         more = {"inactive_rows": "decay", "optimizer": RowSGD(0.9, 0.0), "chunk": 200}

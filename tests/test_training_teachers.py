@@ -154,6 +154,7 @@ def _soft(rank: int, world_size: int, parts: int, storage: str, embeddings: Tens
     assert float((given.grad.double() - dense.grad)[own].norm()) < bound * float(dense.grad.norm())
 
 
+@pytest.mark.numeric
 def test_the_logits_are_of_centres_that_are_up_to_date():
     values = []
     for saves in (False, True):
