@@ -20,17 +20,10 @@ class HeadConfig:
 
     Names and defaults are those of the keys of `head` and `loss` in configs/base.yaml, which says what each is. Their ranges
     are in configs/rules.py.
-
-    Args:
-        rates: the first optimizer step, from 0 on, and the sample rate of each stage, ascending; () = sample_rate in all steps.
-        optimizer: of the centres.
-        matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
-        wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
-        frozen: the centres never change, and have no moments.
     """
 
     sample_rate: float = 1.0
-    optimizer: RowOptimizer = field(default_factory=RowSGD)
+    optimizer: RowOptimizer = field(default_factory=RowSGD)  # of the centres
     storage: str = "exact"
     placement: str = "device"
     inactive_rows: str = "keep"
@@ -44,14 +37,15 @@ class HeadConfig:
     label_smoothing: float = 0.0
     entropy_weights: bool = False
     interclass_filtering_threshold: float = 0.0
-    matmul_dtype: torch.dtype = torch.float32
-    wire_dtype: torch.dtype = torch.float32
+    matmul_dtype: torch.dtype = torch.float32  # or bfloat16, of the matrix products; sums are float32
+    wire_dtype: torch.dtype = torch.float32  # or bfloat16, of the embeddings and their gradients on their way between ranks
     chunk: int = 0
     cache_mb: int = -1
     kernels: str = "auto"
     sub_centers: int = 1
+    # the first optimizer step, from 0 on, and the sample rate of each stage, ascending; () = sample_rate in all steps
     rates: tuple[tuple[int, float], ...] = ()
-    frozen: bool = False
+    frozen: bool = False  # the centres never change, and have no moments
 
     def __post_init__(self) -> None:
         assert 1 <= self.sub_centers <= 255  # which of them a sample sees takes one byte

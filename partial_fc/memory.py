@@ -30,13 +30,7 @@ _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and t
 
 
 class HeadMemory(NamedTuple):
-    """Everything that determines the size of a head, except the number of classes.
-
-    Args:
-        class_bytes: of the numbers that the loss keeps of each class, and of their moments.
-        general: whether the kernel `weights` computes its negatives, or label smoothing its slopes; with plain torch they make
-            copies of a chunk's logits.
-    """
+    """Everything that determines the size of a head, except the number of classes."""
 
     dim: int
     rows: int  # B
@@ -45,7 +39,9 @@ class HeadMemory(NamedTuple):
     kernels: str = "c"  # as kernels.choose_kernels returns it
     world_size: int = 1  # ranks with a shard each
     device: str = "cpu"  # or cuda: sizes of chunks and of a search differ
-    class_bytes: int = 0
+    class_bytes: int = 0  # of the numbers that the loss keeps of each class, and of their moments
+    # whether the kernel `weights` computes its negatives, or label smoothing its slopes; with plain torch they make copies
+    # of a chunk's logits
     general: bool = False
 
     @property

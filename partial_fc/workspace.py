@@ -14,15 +14,11 @@ from utils.allocator import with_huge_pages
 
 
 class Workspace:
-    """Named buffers, and a cache for one step's exponentials, on one device.
-
-    Args:
-        cache_budget: bytes that the cache may take; or a function that returns the bytes that are free, of which it takes a
-            quarter at most.
-    """
+    """Named buffers, and a cache for one step's exponentials, on one device."""
 
     def __init__(self, device: torch.device, cache_budget: int | Callable[[], int]) -> None:
         self.device = device
+        # bytes that the cache may take; or a function that returns the bytes that are free, of which it takes a quarter at most
         self.cache_budget = cache_budget
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._cache = torch.empty(0, dtype=torch.uint8, device=device)

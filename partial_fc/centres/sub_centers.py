@@ -11,6 +11,7 @@ Shapes: B = samples of the global micro-batch, D = embedding size, c = classes o
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,16 +54,12 @@ def buffer_bytes(classes: int, samples: int, on_cuda: bool) -> int:
     return 5 * whole + 9 * (whole if on_cuda else min(whole, max(_IN_CACHE, samples)))
 
 
+@dataclass(eq=False)
 class SubCenters:
-    """The steps between the products of a chunk and the kernels.
+    """The steps between the products of a chunk and the kernels."""
 
-    Args:
-        count: K, at least 2.
-        workspace: owner of the buffers, which the next call reuses.
-    """
-
-    def __init__(self, count: int, workspace: Workspace) -> None:
-        self.count, self.workspace = count, workspace
+    count: int  # K, at least 2
+    workspace: Workspace  # owner of the buffers, which the next call reuses
 
     def nearest(self, products: Tensor, inverse_norms: Tensor) -> Tensor:
         """Return the products (c, B) of unit centres that are the largest of each class, fp32; `spread` knows which they are.

@@ -113,25 +113,16 @@ NO_NEGATIVE = -1e30  # the largest logit of a sample without negatives
 
 
 class Tile(NamedTuple):
-    """The products of a chunk of classes with a micro-batch, and what makes logits of them.
+    """The products of a chunk of classes with a micro-batch, and what makes logits of them."""
 
-    Args:
-        products: (c, B) fp32 or bf16, of centres as they are stored, with contiguous rows. A kernel's result takes their place.
-        inverse_norms: v, (c,) fp32; None = 1. v times a product is a cosine; without a function it is a logit.
-        places, begin: the target class of sample i is in row places[i] - begin, (B,) int64, if that is in [0, c).
-        limit: classes for which v times the product is larger are left out (the interclass filter); None = none.
-        function: of the negatives; None = one scale times the cosine, which is in the products.
-        row_weights: r, (c,) fp32, above 0; None = 1.
-        factors: the centres (padded c, D) and embeddings (D, B) whose products are not computed yet, for kernels that fuse.
-    """
-
-    products: Tensor
-    inverse_norms: Tensor | None
-    places: Tensor
+    products: Tensor  # (c, B) fp32 or bf16, of centres as stored, with contiguous rows; a kernel's result takes their place
+    inverse_norms: Tensor | None  # v, (c,) fp32; None = 1. v times a product is a cosine; without a function it is a logit
+    places: Tensor  # (B,) int64: the target class of sample i is in row places[i] - begin, if that is in [0, c)
     begin: int
-    limit: float | None = None
-    function: "Negatives | None" = None
-    row_weights: Tensor | None = None
+    limit: float | None = None  # classes whose product times v is larger are left out (the interclass filter); None = none
+    function: "Negatives | None" = None  # of the negatives; None = one scale times the cosine, which is in the products
+    row_weights: Tensor | None = None  # r, (c,) fp32, above 0; None = 1
+    # the centres (padded c, D) and embeddings (D, B) whose products are not computed yet, for kernels that fuse
     factors: tuple[Tensor, Tensor] | None = None
 
     def with_log_weights(self) -> "Tile":
@@ -140,43 +131,25 @@ class Tile(NamedTuple):
 
 
 class CentreGradient(NamedTuple):
-    """The gradient of some centres' unit vectors, in two parts.
+    """The gradient of some centres' unit vectors, in two parts."""
 
-    Args:
-        select: rows of the centres.
-        negatives: (c, D) fp32 or bf16, times v = 1 / norm of each centre; may be overwritten.
-        class_index, sample_index: (n,) int64: values[sample_index[k]] is added to row class_index[k], in the order of k.
-            class_index ascends.
-        values: of the target classes, fp32, one row for each sample, not yet times v.
-    """
-
-    select: Select
-    negatives: Tensor
-    class_index: Tensor
-    sample_index: Tensor
-    values: Tensor
+    select: Select  # rows of the centres
+    negatives: Tensor  # (c, D) fp32 or bf16, times v = 1 / norm of each centre; may be overwritten
+    class_index: Tensor  # (n,) int64, ascending
+    sample_index: Tensor  # (n,) int64: values[sample_index[k]] is added to row class_index[k], in the order of k
+    values: Tensor  # of the target classes, fp32, one row for each sample, not yet times v
 
 
 class PlainKernels:
-    """The sweeps over memory. Other kernels are subclasses and override some of the methods.
+    """The sweeps over memory. Other kernels are subclasses and override some of the methods."""
 
-    Args:
-        workspace: owner of the buffers.
-
-    Attributes:
-        name: "plain", "c" or "triton".
-        words: the name in log lines.
-        reads_flag: whether update_rows reads `apply` on the device, without a host sync.
-        fused: the form of FUSED in which `exponentials` also computes the products; "" = it takes them. See softmax/choice.py.
-    """
-
-    name = "plain"
-    words = "plain torch"
-    reads_flag = False
-    fused = ""
+    name = "plain"  # or "c" or "triton"
+    words = "plain torch"  # the name in log lines
+    reads_flag = False  # whether update_rows reads `apply` on the device, without a host sync
+    fused = ""  # the form of FUSED in which `exponentials` also computes products; "" = it takes them. See softmax/choice.py
 
     def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+        self.workspace = workspace  # owner of the buffers
 
     def exponentials(self, tile: Tile, shift: float, z_sum: Tensor) -> None:
         """Replace products (c, B) by E v with E = exp(v product - K); add the sums of E to z_sum.

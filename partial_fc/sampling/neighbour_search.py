@@ -216,17 +216,13 @@ class _Part(NamedTuple):
 
 
 class InvertedLists:
-    """The lists of all centres, and this shard's rows in their order. Building and searching are collective calls.
-
-    Args:
-        seed: of the sample; equal on all ranks.
-    """
+    """The lists of all centres, and this shard's rows in their order. Building and searching are collective calls."""
 
     def __init__(self, centres: UnitCentres, seed: int) -> None:
         self.centres = centres
         self.num_lists = num_lists(centres.num_classes)
         self.compared = 0  # pairs of a query and a centre, so far
-        self._directions = self._k_means(self._sample(seed))
+        self._directions = self._k_means(self._sample(seed))  # the seed is equal on all ranks
         rows = torch.arange(centres.end_slot - centres.first_slot, device=centres.device)
         self._list_of, self._order = self._nearest_lists(rows, 1).squeeze(1).sort(stable=True)  # rows by list, then slot
         ends = torch.searchsorted(self._list_of, torch.arange(1, self.num_lists + 1, device=centres.device, dtype=torch.int32))

@@ -41,17 +41,12 @@ _ALIGNMENT = 64  # bytes
 
 
 class ActiveSet(NamedTuple):
-    """Active local slots of one step: `runs` of consecutive slots [start, stop), and `extra` (int64, ascending) ones.
-
-    Args:
-        certain: those that were not drawn (int64, ascending): their inclusion probability is 1.
-        weight: 1 / inclusion probability of the others.
-    """
+    """Active local slots of one step: `runs` of consecutive slots [start, stop), and `extra` (int64, ascending) ones."""
 
     runs: list[tuple[int, int]]
     extra: np.ndarray
-    certain: np.ndarray = np.empty(0, dtype=np.int64)
-    weight: float = 1.0
+    certain: np.ndarray = np.empty(0, dtype=np.int64)  # those that were not drawn, ascending: their inclusion probability is 1
+    weight: float = 1.0  # 1 / inclusion probability of the others
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs) + len(self.extra)
@@ -145,22 +140,15 @@ def _slot_of_other(number: int, chosen: np.ndarray) -> int:
 
 
 class Chunk(NamedTuple):
-    """Active local slots that are processed at once, and the samples whose target class is among them.
+    """Active local slots that are processed at once, and the samples whose target class is among them."""
 
-    Args:
-        select: rows of the centres: consecutive ones (a view) or single ones (a copy); K for each class, see sub_centers.py.
-        size: c.
-        begin: the place of its first class.
-        targets: (class_index, sample_index), int64 (n,): class_index in [0, c) ascends, and within a class sample_index, which
-            counts the samples of all micro-batches, in [0, A * B).
-        weights: 1 / inclusion probability of each class, (c,) fp32; None = they are not used, or 1.
-    """
-
-    select: Select
-    size: int
-    begin: int
+    select: Select  # consecutive rows of the centres (a view) or single ones (a copy); K for each class, see sub_centers.py
+    size: int  # c
+    begin: int  # the place of its first class
+    # (class_index, sample_index), int64 (n,): class_index in [0, c) ascends, and within a class sample_index, which counts the
+    # samples of all micro-batches, in [0, A * B)
     targets: tuple[Tensor, Tensor]
-    weights: Tensor | None = None
+    weights: Tensor | None = None  # 1 / inclusion probability of each class, (c,) fp32; None = they are not used, or 1
 
     @property
     def num_rows(self) -> int:

@@ -23,34 +23,25 @@ from .passes import Batch, Pull, ShardSums, State, TwoPass
 
 
 class Step(NamedTuple):
-    """What begin_step of the head decided and the forwards since left behind, until its step() uses it.
-
-    Args:
-        pulls, states, losses: of each micro-batch.
-        gradients: of the margin's trained numbers, summed over the micro-batches.
-        class_penalties: this shard's part of what the loss has of all classes, and its gradients, if the loss has that.
-    """
+    """What begin_step of the head decided and the forwards since left behind, until its step() uses it."""
 
     plan: StepPlan
-    pulls: list[Pull]
+    pulls: list[Pull]  # of each micro-batch, like states and losses
     states: list[State]
     losses: list[Tensor]
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # of the margin's trained numbers, summed over the micro-batches
+    # this shard's part of what the loss has of all classes, and its gradients, if the loss has that
     class_penalties: list[tuple[Tensor, dict[str, Tensor]]]
 
 
 class Forward:
-    """The forward passes of a rank, and the margin's part in the optimizer step.
-
-    Args:
-        seed: of the head.
-    """
+    """The forward passes of a rank, and the margin's part in the optimizer step."""
 
     def __init__(
         self, passes: TwoPass, numbers: MarginNumbers, collectives: Collectives, config: HeadConfig, rank: int, seed: int
     ) -> None:
         self.margin, self.passes, self.numbers, self.collectives = passes.margin, passes, numbers, collectives
-        self.config, self.rank, self.seed = config, rank, seed
+        self.config, self.rank, self.seed = config, rank, seed  # of the head
 
     def compute(self, step: Step, embeddings: Tensor, micro: int) -> tuple[Tensor, Tensor]:
         """Return (mean loss over all ranks, its gradient for this rank's (b, D) embeddings), and add to the step."""

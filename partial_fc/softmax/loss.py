@@ -34,44 +34,27 @@ _ROUNDS, _CYCLES = 20, 10
 
 
 class GlobalSums(NamedTuple):
-    """The sums over the negatives of all shards.
+    """The sums over the negatives of all shards."""
 
-    Args:
-        log_z: (B,) log sum_j exp(z); of a "sum" link the sum of softplus(z).
-        others: (2, B) the other rows of ShardSums.sums.
-        spread: as in ShardSums, (2, B).
-        mean_logit: (B,) sum_j exp(z) z / sum_j exp(z), for weights by entropy.
-    """
-
-    log_z: Tensor
-    others: Tensor
-    spread: Tensor | None = None
-    mean_logit: Tensor | None = None
+    log_z: Tensor  # (B,) log sum_j exp(z); of a "sum" link the sum of softplus(z)
+    others: Tensor  # (2, B) the other rows of ShardSums.sums
+    spread: Tensor | None = None  # (2, B), as in ShardSums
+    mean_logit: Tensor | None = None  # (B,) sum_j exp(z) z / sum_j exp(z), for weights by entropy
 
 
 class SampleLosses(NamedTuple):
-    """The loss of a micro-batch and its derivatives, which are of the mean over the samples unless said otherwise, (B,) fp32.
+    """The loss of a micro-batch and its derivatives, (B,) fp32, those of the mean over the samples unless said otherwise."""
 
-    Args:
-        loss: (), the mean over the samples.
-        state: of the margin, completed.
-        by_negatives: A of each sample's own loss, by which the probabilities of its negatives are multiplied; of a "sum" link
-            the weight of their losses. None = 1.
-        by_target: with respect to the target cosine.
-        by_norm: with respect to the embedding's norm, through target and penalty; None = 0.
-        by_trained: by name: of a margin's parameters (), of the numbers of the samples' classes (B,).
-        lse: of the softmax; None for a "sum" link.
-        spread: S, for label smoothing.
-    """
-
-    loss: Tensor
-    state: State
+    loss: Tensor  # (), the mean over the samples
+    state: State  # of the margin, completed
+    # A of each sample's own loss, by which the probabilities of its negatives are multiplied; of a "sum" link the weight of
+    # their losses. None = 1
     by_negatives: Tensor | None
-    by_target: Tensor
-    by_norm: Tensor | None
-    by_trained: dict[str, Tensor]
-    lse: Tensor | None
-    spread: Tensor | None = None
+    by_target: Tensor  # with respect to the target cosine
+    by_norm: Tensor | None  # with respect to the embedding's norm, through target and penalty; None = 0
+    by_trained: dict[str, Tensor]  # by name: of a margin's parameters (), of the numbers of the samples' classes (B,)
+    lse: Tensor | None  # of the softmax; None for a "sum" link
+    spread: Tensor | None = None  # S, for label smoothing
 
 
 def check_loss(margin: "Margin", config: HeadConfig, num_classes: int) -> None:
