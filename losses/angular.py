@@ -20,13 +20,10 @@ from .ranges import angle_margin
 class LiArcFace(Margin):
     """Linear in the angle, so it pulls equally at all angles: for small networks and embeddings.
 
-    s (pi - 2 (theta + m)) / pi for the target class, s (pi - 2 theta_j) / pi for the others.
+    s (pi - 2 (theta + m)) / pi for the target class, s (pi - 2 theta_j) / pi for the others; `margin` is m, in radians.
 
     Source: Li et al., "AirFace", ICCVW 2019, https://arxiv.org/abs/1907.12256. It is linear in the angle, which
     its authors made for small networks and embeddings.
-
-    Args:
-        margin: angle m in radians.
     """
 
     family = "angles"
@@ -51,13 +48,10 @@ class LiArcFace(Margin):
 class QAMFace(Margin):
     """Quadratic in the angle, with logits up to 237: to compare with.
 
-    s (2 pi - (theta + m))^2 for the target class, s (2 pi - theta_j)^2 for the others.
+    s (2 pi - (theta + m))^2 for the target class, s (2 pi - theta_j)^2 for the others; `margin` is m, in radians.
 
     Source: quadratic additive angular margin, known from the code of cavaface (https://github.com/cavalleria/cavaface) alone.
     The logits reach 4 pi^2 s, 237 with s = 6, so they need fp32 and the maxima of the batch.
-
-    Args:
-        margin: angle m in radians.
     """
 
     family = "angles"

@@ -18,10 +18,7 @@ from .ranges import angle_margin
 class ArcFace(Margin):
     """A margin on the angle: the usual choice.
 
-    The logit is s cos(theta + m).
-
-    Args:
-        margin: angle m in radians.
+    The logit is s cos(theta + m); `margin` is m, in radians.
     """
 
     published: tuple[Published, ...] = (

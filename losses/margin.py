@@ -36,39 +36,26 @@ class Ranks(Protocol):
 class ClassNumber(NamedTuple):
     """A number, or a tensor, that a margin keeps of each class. It lives with the centre of the class.
 
-    Args:
-        shape: of one class; those of shape () are given to `observe`.
-        first: the first value of each.
-        trained: updated by the optimizer of the class centres, without weight decay, for all classes in every step. `observe`
-            must hand it on in the state under its name, by which `target` is differentiable.
-        low, high: where a trained number is kept.
+    A trained number is updated by the optimizer of the class centres, without weight decay, for all classes in every step.
+    `observe` must hand it on in the state under its name, by which `target` is differentiable.
     """
 
-    shape: tuple[int, ...] = ()
-    first: float = 0.0
+    shape: tuple[int, ...] = ()  # of one class; those of shape () are given to `observe`
+    first: float = 0.0  # the first value of each
     trained: bool = False
-    low: float = -math.inf
+    low: float = -math.inf  # a trained number is kept between low and high
     high: float = math.inf
 
 
 class Published(NamedTuple):
-    """Settings with which a paper, or its authors' program, trains a loss: a row of the tables and of the benchmark.
+    """Settings with which a paper, or its authors' program, trains a loss: a row of the tables and of the benchmark."""
 
-    Args:
-        name: of the row; that of the settings which are the defaults is the loss's own.
-        title: for tables and pictures.
-        paper: arXiv number, or venue.
-        arguments: of the loss, where they differ from the defaults.
-        head: keys of the section `head` that differ from the configuration.
-        training: what else the paper trains with, as overrides on the command line.
-    """
-
-    name: str
-    title: str
-    paper: str
-    arguments: Mapping[str, Any] = MappingProxyType({})
-    head: Mapping[str, Any] = MappingProxyType({})
-    training: str = ""
+    name: str  # of the row; that of the settings which are the defaults is the loss's own
+    title: str  # for tables and pictures
+    paper: str  # arXiv number, or venue
+    arguments: Mapping[str, Any] = MappingProxyType({})  # of the loss, where they differ from the defaults
+    head: Mapping[str, Any] = MappingProxyType({})  # keys of the section `head` that differ from the configuration
+    training: str = ""  # what else the paper trains with, as overrides on the command line
 
 
 class Margin(nn.Module):

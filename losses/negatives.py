@@ -31,17 +31,11 @@ POLE_EPS = 1e-5
 
 
 class Negatives(NamedTuple):
-    """The function from the cosines of the negatives to their logits, for the samples of one batch.
+    """The function from the cosines of the negatives to their logits, for the samples of one batch."""
 
-    Args:
-        kind: one of KINDS.
-        coefficients: (6, B) fp32, in the order of COEFFICIENTS.
-        straight: the derivative is the scale, as if the function were linear.
-    """
-
-    kind: str
-    coefficients: Tensor
-    straight: bool = False
+    kind: str  # one of KINDS
+    coefficients: Tensor  # (6, B) fp32, in the order of COEFFICIENTS
+    straight: bool = False  # the derivative is the scale, as if the function were linear
 
     def logits(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (c, B) of cosines (c, B), and their derivatives with respect to the cosines (c, B).
