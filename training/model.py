@@ -107,21 +107,12 @@ class Recorded(nn.Module):
 
 
 class WeightAverage:
-    """The moving average of a network.
-
-    Args:
-        network: whose parameters and buffers are averaged; its names are those of the average.
-        decay: d of late steps, in (0, 1).
-
-    Attributes:
-        network: the average, in evaluation mode.
-        updates: t, () int64 on the device.
-    """
+    """The moving average of a network's parameters and buffers, whose names it has."""
 
     def __init__(self, network: nn.Module, decay: float) -> None:
-        self._source, self.decay = network, decay
-        self.network = copy.deepcopy(network).requires_grad_(False).eval()
-        self.updates = torch.zeros((), dtype=torch.int64, device=next(network.parameters()).device)
+        self._source, self.decay = network, decay  # d of late steps, in (0, 1)
+        self.network = copy.deepcopy(network).requires_grad_(False).eval()  # the average
+        self.updates = torch.zeros((), dtype=torch.int64, device=next(network.parameters()).device)  # t
         pairs = list(zip(self._tensors(self.network), self._tensors(network), strict=True))
         self._averaged = [(mean, value) for mean, value in pairs if mean.is_floating_point()]
 

@@ -37,23 +37,14 @@ from .teachers import Teacher, open_teacher
 
 
 class Task(NamedTuple):
-    """Identities to tell apart, and the images of them: a head of its own is trained on each task.
+    """Identities to tell apart, and the images of them: a head of its own is trained on each task."""
 
-    Args:
-        name: of its head, and of the head's files in a checkpoint.
-        config: of the run, with the sections `data`, `head` and `loss` of the task.
-        dataset: of config.data.
-        order: which sample stands at which place of which step.
-        seed: of the order, the augmentation and the head.
-        weight: factor on its loss.
-    """
-
-    name: str
-    config: EasyDict
-    dataset: FaceDataset
-    order: SampleOrder
-    seed: int
-    weight: float = 1.0
+    name: str  # of its head, and of the head's files in a checkpoint
+    config: EasyDict  # of the run, with the sections `data`, `head` and `loss` of the task
+    dataset: FaceDataset  # of config.data
+    order: SampleOrder  # which sample stands at which place of which step
+    seed: int  # of the order, the augmentation and the head
+    weight: float = 1.0  # factor on its loss
 
 
 class Setup(NamedTuple):

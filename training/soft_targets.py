@@ -28,16 +28,10 @@ def bytes_of(classes: int, rows: int, source: CentreSource, student: int, chunk:
 
 
 class SoftTargets:
-    """The teacher's class centres beside those of a head, n of each here.
-
-    Args:
-        head: of the run, whose classes are those of the source.
-        source: the teacher's centres.
-        temperature: T.
-    """
+    """The teacher's class centres, of `source`, beside those of the run's head, whose classes are the same; n of each here."""
 
     def __init__(self, head: PartialFC, source: CentreSource, temperature: float) -> None:
-        self._head, self._temperature = head, temperature
+        self._head, self._temperature = head, temperature  # T
         labels = head.shard_classes()
         self._centres = torch.empty(len(labels), source.embedding_size, device=head.positive_cosine.device)
         for start in range(0, len(labels), _BLOCK):

@@ -14,17 +14,11 @@ _OF_LOSS = ("scale", "margin")
 
 
 class Stage(NamedTuple):
-    """What holds from an optimizer step on, until the next stage begins.
+    """What holds from an optimizer step on, until the next stage begins."""
 
-    Args:
-        first: that step, counted from 0.
-        sample_rate: share of the class centres in the softmax.
-        loss: those arguments of the loss that any stage changes, as they are in this one.
-    """
-
-    first: int
-    sample_rate: float
-    loss: dict[str, float]
+    first: int  # that step, counted from 0
+    sample_rate: float  # share of the class centres in the softmax
+    loss: dict[str, float]  # those arguments of the loss that any stage changes, as they are in this one
 
 
 def head_stages(head: Any, loss: Any, steps_per_epoch: float) -> list[Stage]:

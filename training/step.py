@@ -33,16 +33,13 @@ LANDMARKS = "landmarks"  # the loss by which a network learns them: the mean err
 class LossTerm(NamedTuple):
     """A part of the loss of one micro-batch.
 
-    Args:
-        name: for messages.
-        value: scalar, whose gradient with respect to this rank's embeddings or weights is this rank's part of the gradient of
-            the mean over the global batch, as the head's is.
-        weight: factor.
+    The gradient of the value with respect to this rank's embeddings or weights is this rank's part of the gradient of the mean
+    over the global batch, as the head's is.
     """
 
-    name: str
-    value: Tensor
-    weight: float = 1.0
+    name: str  # for messages
+    value: Tensor  # scalar
+    weight: float = 1.0  # factor
 
 
 def backward(
@@ -59,23 +56,14 @@ def backward(
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step computed, on the device.
+    """What an optimizer step computed, on the device."""
 
-    Args:
-        loss: the weighted sum of the terms.
-        losses: the mean loss of each task over the global batch, by its name, and those of other terms.
-        embeddings: of each task, those of each micro-batch (b, D), in the order of the batches.
-        grad_norm: of the backbone, before it was clipped.
-        loss_scale: of fp16, which the step used.
-        good: whether loss and gradient were finite, the same on all ranks.
-    """
-
-    loss: Tensor
-    losses: dict[str, Tensor]
-    embeddings: list[list[Tensor]]
-    grad_norm: Tensor
-    loss_scale: Tensor
-    good: Tensor
+    loss: Tensor  # the weighted sum of the terms
+    losses: dict[str, Tensor]  # the mean loss of each task over the global batch, by its name, and those of other terms
+    embeddings: list[list[Tensor]]  # of each task, those of each micro-batch (b, D), in the order of the batches
+    grad_norm: Tensor  # of the backbone, before it was clipped
+    loss_scale: Tensor  # of fp16, which the step used
+    good: Tensor  # whether loss and gradient were finite, the same on all ranks
 
 
 def train_step(

@@ -55,13 +55,10 @@ class Projection:
     W has the least sum of squares of f - W e (ridge regression) over the images of all ranks, in which a micro-batch counts
     less with each one that follows. With W at its best the gradient with respect to e is that of the least error over all W
     (variable projection, Golub and Pereyra, SIAM J. Numer. Anal. 1973), so W needs no optimizer.
-
-    Attributes:
-        moments: (D, D + E) float32, the sums of e e^T and e f^T.
     """
 
     def __init__(self, dim: int, other: int, device: torch.device | None = None) -> None:
-        self.moments = torch.zeros(dim, dim + other, device=device)
+        self.moments = torch.zeros(dim, dim + other, device=device)  # float32, the sums of e e^T and e f^T
 
     def __call__(self, student: Tensor, teacher: Tensor, collectives: Collectives) -> Tensor:
         """Take embeddings (b, D) and (b, E) in; return W e, (b, E). A collective call."""
@@ -86,39 +83,23 @@ class Projection:
 
 
 class Teacher(NamedTuple):
-    """A teacher and what the student learns from it.
+    """A teacher and what the student learns from it."""
 
-    Args:
-        network: from (b, 3, S, S) images to embeddings, in evaluation mode; an empty module until the run has its average.
-        image_size: S, in pixels.
-        embedding_size: numbers per face.
-        identity: hash of its weights and of its input, or AVERAGE.
-        image_bytes: the most memory of a forward pass, per image.
-        losses: weight of each loss that is used, by its name.
-        mse: whether the embedding loss is mse, not cosine.
-        title: for the log.
-        centres: its class centres, for the loss of the logits.
-        temperature: of that loss.
-        soft_targets: of that loss; None until the run has its head.
-        table: (images of the set, D) float32 in a file, its embeddings of all images as they are stored; None = the network.
-        rows: (images of the set,) int64, the row of the table that each image has.
-        projection: for the embedding loss, of a run; None = the embeddings have the student's size.
-    """
-
-    network: nn.Module
-    image_size: int
-    embedding_size: int
-    identity: str
-    image_bytes: int
-    losses: dict[str, float]
-    mse: bool
-    title: str
-    centres: CentreSource | None = None
-    temperature: float = 1.0
-    soft_targets: SoftTargets | None = None
+    network: nn.Module  # (b, 3, S, S) images to embeddings, in evaluation mode; an empty module until the run has its average
+    image_size: int  # S, in pixels
+    embedding_size: int  # numbers per face
+    identity: str  # hash of its weights and of its input, or AVERAGE
+    image_bytes: int  # the most memory of a forward pass, per image
+    losses: dict[str, float]  # weight of each loss that is used, by its name
+    mse: bool  # whether the embedding loss is mse, not cosine
+    title: str  # for the log
+    centres: CentreSource | None = None  # its class centres, for the loss of the logits
+    temperature: float = 1.0  # of that loss
+    soft_targets: SoftTargets | None = None  # of that loss; None until the run has its head
+    # (images of the set, D) float32 in a file, its embeddings of all images as they are stored; None = the network
     table: np.ndarray | None = None
-    rows: np.ndarray | None = None
-    projection: Projection | None = None
+    rows: np.ndarray | None = None  # (images of the set,) int64, the row of the table that each image has
+    projection: Projection | None = None  # for the embedding loss, of a run; None = the embeddings have the student's size
 
     def on(self, device: torch.device, average: nn.Module | None, head: PartialFC) -> "Teacher":
         """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
