@@ -102,11 +102,7 @@ _NAMED = 5  # folders or endings listed in a message
 
 
 class FolderDataset(FaceDataset):
-    """Image files, one sub-folder per class; classes are numbered in alphabetical order.
-
-    Args:
-        loose: images in the folder itself are a class too, the last one.
-    """
+    """Image files, one sub-folder per class, in alphabetical order; `loose` ones, in the folder itself, are a last class."""
 
     def __init__(self, folder: str, loose: bool = False) -> None:
         self.root = Path(folder)

@@ -51,15 +51,11 @@ class LoadedBatch(NamedTuple):
 
 
 class _Buffer:
-    """Memory for one batch, pinned for CUDA; the event `copied` is set once the device has read it.
-
-    Args:
-        number: by which another process names it; -1 = it has this process alone.
-    """
+    """Memory for one batch, pinned for CUDA; the event `copied` is set once the device has read it."""
 
     def __init__(self, number: int, size: int, image_size: int, pinned: bool) -> None:
         shape = (size, image_size, image_size, 3)
-        self.number = number
+        self.number = number  # by which another process names it; -1 = this process has it alone
         if number >= 0:  # not in /dev/shm, which is small in containers
             memory = mmap.mmap(-1, size * (image_size * image_size * 3 + 8))
             self.images = torch.frombuffer(memory, dtype=torch.uint8)[: -8 * size].view(shape)
@@ -86,31 +82,21 @@ class Loader:
     """Iterate over the batches of steps [first_step, last_step), decoding `prefetch` batches ahead.
 
     On CUDA a batch is copied to the device on a separate stream while the previous step computes.
-
-    Args:
-        dataset: decodes sample i into a pixel array and returns its label; its ValueErrors name the record.
-        samples_of_step: returns this rank's samples of an optimizer step, the same number for each step.
-        threads: decoder threads.
-        device: where images go.
-        read_ahead: what storage should fetch when a step is prepared, see SampleOrder.read_ahead.
-        augment: changes the decoded pixels; None = none.
-        held: batches that the consumer uses at a time; a batch is valid until so many further ones have been asked for.
-        image_size: height and width of the images in pixels.
-        apart: decode in a process of its own; Linux only.
     """
 
-    dataset: FaceDataset
-    samples_of_step: Callable[[int], Samples]
+    dataset: FaceDataset  # decodes sample i into a pixel array and returns its label; its ValueErrors name the record
+    samples_of_step: Callable[[int], Samples]  # returns this rank's samples of an optimizer step, the same number for each step
     first_step: int
     last_step: int
-    threads: int
+    threads: int  # that decode
     prefetch: int
-    device: torch.device
+    device: torch.device  # where images go
+    # what storage should fetch when a step is prepared, see SampleOrder.read_ahead
     read_ahead: Callable[[int], np.ndarray] | None = None
-    augment: Augment | None = None
-    held: int = 1
-    image_size: int = IMAGE_SIZE
-    apart: bool = False
+    augment: Augment | None = None  # changes the decoded pixels; None = none
+    held: int = 1  # batches that the consumer uses at a time; a batch is valid until so many further ones have been asked for
+    image_size: int = IMAGE_SIZE  # height and width of the images in pixels
+    apart: bool = False  # decode in a process of its own; Linux only
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
         is_cuda = self.device.type == "cuda"
@@ -148,11 +134,7 @@ class Loader:
 
 
 class _Decoders:
-    """The threads that decode a loader's batches.
-
-    Args:
-        device: for whose copies the threads wait; the CPU in a process that has only them.
-    """
+    """The threads that decode a loader's batches and wait for copies to `device`, the CPU in a process that has only them."""
 
     buffers: Sequence[_Buffer] = ()  # made beforehand
 

@@ -40,15 +40,12 @@ def open_set_of(path: str | os.PathLike[str], loose: bool = False) -> FaceDatase
 
 
 class SetNames:
-    """Names of pictures and identities. For a record set they come from train.lst, which face data folder_to_rec writes.
-
-    Attributes:
-        folders: the names of the identities; empty if they have none.
-    """
+    """Names of pictures and identities. For a record set they come from train.lst, which face data folder_to_rec writes."""
 
     def __init__(self, dataset: FaceDataset) -> None:
         self.dataset = dataset
         self._listed = _read_list(dataset) if isinstance(dataset, RecordDataset) else []
+        # the names of the identities; empty if they have none
         self.folders = dataset.classes if isinstance(dataset, FolderDataset) else _folders(self._listed, dataset)
 
     def file(self, index: int) -> str:
