@@ -19,21 +19,16 @@ _LAYERS = ("qkv", "proj", "fc1", "fc2")  # of attention and MLP, in timm and her
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with a change of low rank. Its weight and bias are those of the layer, under the same names.
+    """A linear layer with a change of low rank. Its weight and bias are those of the layer, under the same names."""
 
-    Attributes:
-        lora_a, lora_b: A (r, I) and B (O, r).
-        lora_scale: alpha / r, (), a buffer, so that weights alone say what they are merged to.
-    """
-
-    lora_scale: Tensor
+    lora_scale: Tensor  # alpha / r, (), a buffer, so that weights alone say what they are merged to
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         size = linear.weight.shape
-        self.lora_a = nn.Parameter(linear.weight.new_empty(rank, size[1]))
-        self.lora_b = nn.Parameter(linear.weight.new_zeros(size[0], rank))
+        self.lora_a = nn.Parameter(linear.weight.new_empty(rank, size[1]))  # A (r, I)
+        self.lora_b = nn.Parameter(linear.weight.new_zeros(size[0], rank))  # B (O, r)
         self.register_buffer("lora_scale", linear.weight.new_tensor(alpha / rank))
         nn.init.normal_(self.lora_a, std=size[1] ** -0.5)
 

@@ -91,11 +91,7 @@ def check_counts(source: ArcfaceCheckpoint, found: int, num_classes: int, option
 
 
 class Centres:
-    """The saved state of each class, by slot.
-
-    Args:
-        adamw: also has a second moment and the number of updates of each row.
-    """
+    """The saved state of each class, by slot; of `adamw` also a second moment and the number of updates of each row."""
 
     def __init__(self, source: ArcfaceCheckpoint, num_classes: int, dim: int, seed: int, adamw: bool) -> None:
         shards = source.shards
