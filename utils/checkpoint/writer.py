@@ -52,15 +52,10 @@ class _Place(NamedTuple):
 
 
 class HostCopy:
-    """Memory of the host for copies of a state, one at a time.
-
-    Args:
-        device: where most of the state lies. For CUDA the memory is pinned.
-        warn: shows a line to the user.
-    """
+    """Memory of the host for copies of a state, one at a time; pinned if `device`, where most of the state lies, is CUDA."""
 
     def __init__(self, device: torch.device, warn: Callable[[str], object]) -> None:
-        self.device, self.warn = device, warn
+        self.device, self.warn = device, warn  # which shows a line to the user
         self._places: list[_Place] = []
         self._tensors: list[Tensor] = []
         self._registered = 0  # address of the pinned memory, 0 = none
@@ -145,15 +140,10 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 class Shard(NamedTuple):
-    """A rank's rows of what all ranks hold together, such as the class centres of a head.
+    """A rank's rows of what all ranks hold together, such as the class centres of a head."""
 
-    Args:
-        rows: tensors by name, (stop - start, ...) each.
-        slots: [start, stop), whose rows they are.
-    """
-
-    rows: dict[str, Tensor]
-    slots: tuple[int, int]
+    rows: dict[str, Tensor]  # tensors by name, (stop - start, ...) each
+    slots: tuple[int, int]  # [start, stop), whose rows they are
 
 
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):

@@ -19,16 +19,13 @@ from torch import Tensor
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB over parameter groups, on any device; its moments have the names of torch's AdamW.
-
-    Attributes:
-        found_inf: () float on the device, set by `step_if`: the next step changes nothing if it is 1. None = every step counts.
-    """
+    """LAMB over parameter groups, on any device; its moments have the names of torch's AdamW."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # () float on the device, set by `step_if`: the next step changes nothing if it is 1; None = every step counts
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
