@@ -120,6 +120,7 @@ def test_nobody_commits_between_the_comparison_and_the_vectors(tmp_path: Path):
         with pytest.raises(ValueError, match="by must be image or template, and weights norm or equal, got 'face' and 'norm'"):
             gallery.search(np.ones((1, DIM), np.float32), by="face")
         gallery._vectors = read  # type: ignore[method-assign]
+        gallery._searchers.clear()  # which read by the other function
         other.remove(["a"])
         assert [match.person for match in gallery.search(np.ones((1, DIM), np.float32))[0]] == ["b"]
 

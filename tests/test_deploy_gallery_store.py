@@ -86,24 +86,31 @@ def test_a_template_is_the_weighted_mean_of_a_persons_images(gallery: Gallery, w
     assert all(match.image == nearest[match.person] for match in found)  # the picture that is shown
 
 
-def test_a_search_follows_enrolments_and_removals_without_reading_all_vectors_again(tmp_path: Path):
-    rng, made = np.random.default_rng(0), mock.Mock(side_effect=gallery_store.Searcher)
-    path = str(tmp_path / "g")
-    with mock.patch.object(gallery_store, "Searcher", made), Gallery.create(path, FACTS) as gallery:
+def test_a_search_follows_what_any_process_changes_and_reads_all_again_only_if_vectors_are_replaced(tmp_path: Path):
+    rng, made, connect = np.random.default_rng(0), mock.Mock(side_effect=gallery_store.Searcher), Gallery
+    path, anew = str(tmp_path / "g"), 0
+    with mock.patch.object(gallery_store, "Searcher", made), Gallery.create(path, FACTS) as gallery, connect(path) as other:
         for step in range(60):
-            people, images = list(gallery.people()), gallery.images()
-            if step % 4 == 2 and len(people) > 3:
-                gallery.remove([people[rng.integers(len(people))]])
-            elif step % 4 == 3:
-                gallery.remove(numbers=[images[k].number for k in rng.permutation(len(images))[: len(images) // 3]])
-            else:
-                gallery.add(new_images(rng, [f"p{number}" for number in rng.integers(12, size=rng.integers(1, 60))], False))
+            for action in [*rng.permutation(["add", "add", "remove", "forget"])[: rng.integers(1, 4)], "reembed"]:
+                writer = (gallery, other)[rng.integers(2)]
+                people, images = list(gallery.people()), gallery.images()
+                if action == "add":
+                    names = [f"p{number}" for number in rng.integers(12, size=rng.integers(1, 40))]
+                    writer.add(new_images(rng, names))
+                elif action == "remove" and len(people) > 3:
+                    writer.remove([people[rng.integers(len(people))]])
+                elif action == "forget":
+                    writer.remove(numbers=[images[k].number for k in rng.permutation(len(images))[: len(images) // 3]])
+                elif action == "reembed" and step % 20 == 9:  # by the same network, on another machine
+                    writer.reembed(FACTS, lambda crops: rng.normal(size=(len(crops), DIM)), lambda images, total: images)
+                    anew += 1
             queries = rng.normal(size=(5, DIM))
-            found, times = gallery.search(queries, 4), made.call_count
-            with Gallery(path) as opened:
+            found, times = gallery.search(queries, 4), sum(call.args[2] == "image" for call in made.call_args_list)
+            with connect(path) as opened:
                 assert found == opened.search(queries, 4)
-            assert times == step + 1  # one, and those of the galleries that were opened
-    assert len(images) > 100
+                assert gallery.search(queries, 4, "template") == opened.search(queries, 4, "template")
+            assert times == 1 + step + anew  # one, and those of the galleries that were opened
+    assert len(images) > 20 and anew == 3
 
 
 def test_a_gallery_is_the_same_after_it_is_opened_again(gallery: Gallery):

@@ -11,6 +11,7 @@ Shapes: N = images of the gallery, P = people, E = entries (images or templates)
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -97,19 +98,19 @@ class Searcher:
         self.spread = float(np.linalg.norm(moved, axis=1).max(initial=self.spread))
         return _rounded(moved)
 
-    def append(self, images: list[tuple[str, int, int, bytes]]) -> None:
-        """Take new images into a search by image: person, number, number of the person's first image, unit vector."""
-        for person, number, first, _ in images:
-            place = int(np.searchsorted(self.numbers, first))
-            owner = self.owner[place] if place < len(self.numbers) else len(self.people)
-            if place == len(self.numbers):
-                self.people.append(person)
-            self.owner, self.numbers = _behind(self.owner, [owner]), _behind(self.numbers, [number])
-        rows = np.frombuffer(b"".join(image[3] for image in images), dtype="<f4").reshape(-1, self.codes.shape[1])
-        for name, new in zip(("codes", "scales", "errors"), self._moved(rows), strict=True):
-            setattr(self, name, _behind(getattr(self, name), new))
+    def append(self, new: Entries, firsts: list[int]) -> None:
+        """Take new images into a search by image; `firsts` are the numbers of the first images of their people."""
+        places = np.searchsorted(self.numbers, firsts)
+        known = places < len(self.numbers)
+        owners = len(self.people) + np.cumsum(~known) - 1
+        owners[known] = self.owner[places[known]]
+        self.people += itertools.compress(new.people, ~known)
+        self.owner, self.numbers = _behind(self.owner, owners[new.owner]), _behind(self.numbers, new.numbers)
+        for part in _blocks(new.numbers):
+            for name, rows in zip(("codes", "scales", "errors"), self._moved(self._read(part)), strict=True):
+                setattr(self, name, _behind(getattr(self, name), rows))
 
-    def remove(self, numbers: list[int]) -> None:
+    def remove(self, numbers: list[int] | np.ndarray) -> None:
         """Forget images of a search by image."""
         keep = ~np.isin(self.numbers, numbers)
         parts = (self.owner, self.numbers, self.codes, self.scales, self.errors)

@@ -42,8 +42,9 @@ _IMAGES = (
 )
 _ENTRIES = (
     "SELECT images.id, people.name, norm, quality FROM images "
-    "JOIN people ON people.id = images.person ORDER BY images.id LIMIT ?"
+    "JOIN people ON people.id = images.person WHERE images.id > ? ORDER BY images.id LIMIT ?"
 )
+_FIRST = "SELECT min(images.id) FROM images JOIN people ON people.id = images.person WHERE name = ?"
 _BEGIN = "BEGIN IMMEDIATE"
 _VECTOR = "SELECT vector_sum, vector FROM images WHERE id = ?"
 
@@ -87,8 +88,9 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         """Open an existing gallery; ValueError if there is none, or it is damaged or hostile."""
         self.path, self.patience = Path(path), patience
         self._thread = threading.RLock()
-        self._searchers: dict[tuple[str, str], tuple[tuple[int, int], Searcher]] = {}
+        self._searchers: dict[tuple[str, str], Searcher] = {}
         self._changes = 0  # transactions of this object; SQLite counts those of others
+        self._state, self._embedded = (-1, -1), -1  # that the searches have: changes of both kinds, re-embeddings
         self._database = db.open_database(self.path)
         self._file = self.path.stat()
         with self.reading():
@@ -158,19 +160,39 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             return self.searcher(by, weights).search(embeddings, k)
 
     def searcher(self, by: str = "image", weights: str = "norm") -> Searcher:
-        """Return the search over the gallery as it is now; it is made again only if the gallery has changed.
+        """Return the search over the gallery as it is now; one by image takes changes over, others are made again after them.
 
         It searches within the same `reading()` only.
         """
         key = (by, weights)
         with self.reading():
-            state = self._changes, self._database.execute("PRAGMA data_version").fetchone()[0]
             self._require_same_network()
-            # the old ones go before a new one takes as much memory
-            self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state}
+            self._follow()
             if key not in self._searchers:
-                self._searchers[key] = state, Searcher(self._entries(), self._vectors, by, weights)
-            return self._searchers[key][1]
+                self._searchers[key] = Searcher(self._entries(), self._vectors, by, weights)
+            return self._searchers[key]
+
+    def _follow(self) -> None:
+        """Let the searches by image take over what anybody has changed, and forget the others; called in a transaction.
+
+        An image's number is never given again, and it keeps person and vector until all images are embedded anew.
+        """
+        state = self._changes, self._database.execute("PRAGMA data_version").fetchone()[0]
+        if state == self._state:
+            return
+        embedded = self._database.execute("SELECT count(*) FROM sqlite_sequence WHERE name = 'vectors'").fetchone()[0]
+        followers = {key: old for key, old in self._searchers.items() if old.by == "image" and embedded == self._embedded}
+        self._searchers, self._state, self._embedded = {}, state, embedded  # the others go before new ones take their memory
+        with contextlib.suppress(MemoryError, ValueError, OSError, sqlite3.Error):  # the next search says what is damaged
+            for key, searcher in followers.items():
+                new = self._entries(int(searcher.numbers.max(initial=0)))
+                count = self._database.execute("SELECT count(*) FROM images").fetchone()[0]
+                if count != len(searcher.numbers) + len(new.numbers):
+                    left = np.fromiter((row[0] for row in self._database.execute("SELECT id FROM images")), np.int64, count)
+                    searcher.remove(np.setdiff1d(searcher.numbers, left, assume_unique=True))
+                if new.people:
+                    searcher.append(new, [self._database.execute(_FIRST, (name,)).fetchone()[0] for name in new.people])
+                self._searchers[key] = searcher
 
     def check(self) -> int:
         """Read every byte of the gallery and return the number of faces; ValueError if something is damaged."""
@@ -206,18 +228,18 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 with contextlib.suppress(sqlite3.Error):
                     self._database.execute("ROLLBACK")
 
-    def _rows(self, query: str, kinds: tuple[type, ...]) -> Iterator[tuple]:
+    def _rows(self, query: str, kinds: tuple[type, ...], *values: int) -> Iterator[tuple]:
         """Yield the rows of a query, as many as the file has room for; ValueError if one has values of a wrong kind."""
-        for row in self._database.execute(query, (self.path.stat().st_size // _SMALLEST_ROW,)):
+        for row in self._database.execute(query, (*values, self.path.stat().st_size // _SMALLEST_ROW)):
             if tuple(map(type, row)) != kinds:
                 raise ValueError(f"{shown(self.path)}: the row that begins with {row[0]!r:.20} has values of a wrong kind")
             yield row
 
-    def _entries(self) -> Entries:
-        """Return all images, checked."""
+    def _entries(self, after: int = -1 << 63) -> Entries:
+        """Return all images, or those of higher numbers, checked."""
         numbers, lengths, owner = array("q"), array("d"), array("i")
         people: dict[str, int] = {}
-        for number, name, norm, quality in self._rows(_ENTRIES, (int, str, float, float)):
+        for number, name, norm, quality in self._rows(_ENTRIES, (int, str, float, float), after):
             if not _can_weigh(norm, quality):
                 _require_weight(norm, quality, f"{shown(self.path)}: image {number}")
             numbers.append(number)
@@ -269,8 +291,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         for image, (_, norm) in zip(images, rows, strict=True):
             _require_weight(norm, image.quality, shown(image.picture))
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
-        numbers, new = list[int](), list[tuple[str, int, int, bytes]]()
-        with self._writing(lambda searcher: searcher.append(new)) as database:
+        numbers = list[int]()
+        with self._writing() as database:
             if facts and self.facts != facts and database.execute("SELECT 1 FROM images LIMIT 1").fetchone() is None:
                 _replace(database, [], facts)
                 self.facts, self._digest = facts, facts.digest
@@ -288,9 +310,6 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 numbers.append(int(done.lastrowid or 0) if is_new else 0)
                 if is_new and face is not None:
                     database.execute("INSERT INTO faces VALUES (?, ?, ?)", (numbers[-1], _checksum(face), face))
-                if is_new:
-                    first = database.execute("SELECT min(id) FROM images WHERE person = ?", (person,)).fetchone()[0]
-                    new.append((name, numbers[-1], first, vector))
         return numbers
 
     def remove(self, people: Sequence[str] = (), numbers: Sequence[int] = ()) -> int:
@@ -300,7 +319,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             ValueError: somebody or an image is not in the gallery; nothing is removed then.
         """
         gone: set[int] = set()
-        with self._writing(lambda searcher: searcher.remove([*gone])) as database:
+        with self._writing() as database:
             for name in people:
                 query = "SELECT images.id FROM images JOIN people ON people.id = images.person WHERE name = ?"
                 if not (found := database.execute(query, (name,)).fetchall()):
@@ -313,6 +332,12 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             database.executemany("DELETE FROM faces WHERE image = ?", zip(gone))
             database.executemany("DELETE FROM images WHERE id = ?", zip(gone))
             database.execute("DELETE FROM people WHERE NOT EXISTS (SELECT 1 FROM images WHERE person = people.id)")
+        with self._thread, contextlib.suppress(MemoryError):  # memory forgets them now, too
+            before, self._searchers = self._searchers, {}
+            for key, searcher in before.items():
+                if searcher.by == "image":
+                    searcher.remove([*gone])
+                    self._searchers[key] = searcher
         return len(gone)
 
     def reembed(self, facts: db.Facts, embed: Embed, wrap: Wrap) -> int:
@@ -343,7 +368,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
 
         Nobody can read it meanwhile. It needs the room of two copies, one in TMPDIR, and gives it back without overwriting it.
         """
-        with self._writing(lambda searcher: None) as database:
+        with self._writing() as database:
             self._patiently("COMMIT")  # VACUUM is a transaction of its own
             database.execute("PRAGMA temp_store = FILE")
             try:
@@ -395,10 +420,9 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             )
 
     @contextlib.contextmanager
-    def _writing(self, follow: Callable[[Searcher], None] | None = None) -> Iterator[sqlite3.Connection]:
+    def _writing(self) -> Iterator[sqlite3.Connection]:
         """Be the only writer, in a transaction that is committed at the end, or rolled back if there is an error.
 
-        `follow` takes the change over into a search by image; without it, the next search reads all vectors again.
         PERSIST keeps the journal after the transaction, so that it can be overwritten before it is deleted.
         """
         database = self._database
@@ -412,8 +436,6 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                     yield database
                     self._changes += 1
                     self._patiently("COMMIT")  # for those who read
-                    with contextlib.suppress(MemoryError):  # the change is safe; the next search then reads all
-                        self._let_follow(follow)
                 finally:
                     if database.in_transaction:
                         database.execute("ROLLBACK")
@@ -426,15 +448,6 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                     if database.in_transaction:
                         database.execute("ROLLBACK")
                     database.execute("PRAGMA query_only = ON")
-
-    def _let_follow(self, follow: Callable[[Searcher], None] | None) -> None:
-        """Take a change of this object over into the searches that were right before it."""
-        before, self._searchers = self._searchers, {}
-        for key, ((changes, version), searcher) in before.items():
-            fits = changes == self._changes - 1 and searcher.codes.shape[1] == self.facts.embedding_size
-            if follow and fits and searcher.by == "image":
-                follow(searcher)
-                self._searchers[key] = (self._changes, version), searcher
 
     def _patiently(self, statement: str) -> None:
         """Execute what waits for others; say so if that takes a while."""
@@ -453,6 +466,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
 def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes, int]], facts: db.Facts) -> None:
     """Store (length, checksum, vector, image) for all images, and what they are embedded by."""
     database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
+    # SQLite's table of numbers has a row for each time, by which other processes see it; programs before this ignore the rows
+    database.execute("INSERT INTO sqlite_sequence VALUES ('vectors', 0)")
     database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in db.Facts._fields)}", facts)
 
 
