@@ -221,12 +221,11 @@ def enrol_all(options: argparse.Namespace) -> None:
     embedder, detector = open_embedder(options), open_detector(options)
     facts = facts_of(options, embedder, detector, recorded)
     with Gallery.create(options.gallery, facts) as gallery:
-        known = gallery.images()
+        known = gallery.hashes()
         if known:
             require_network(gallery, embedder)
             warn_of_other_detector(gallery, facts.detector, options.which)
-        there = {(image.person, image.hash) for image in known}
-        owners = {image.hash: image.person for image in known}
+        there, owners = set(known), {found: person for person, found in known}
         counts = {"enrolled": 0, "skipped": 0}
 
         def faces() -> Iterator[Faces]:
@@ -238,13 +237,13 @@ def enrol_all(options: argparse.Namespace) -> None:
 
         for batch in embed_faces(faces(), len(pictures), "enrolling", embedder, rejected):
             _enrol(_good(batch, options, rejected), gallery, options, counts, facts)
-        people = gallery.people()
+        images, people = gallery.count("images"), gallery.count("people")
         if counts["enrolled"] and not known:  # another program may have been first
             warn_of_other_detector(gallery, facts.detector, options.which)
     print_rejected(rejected, options.list)
     print(
         f"{shown(options.gallery)}: {counts['enrolled']} pictures enrolled, {counts['skipped']} were there already, "
-        f"{len(rejected)} rejected; now {sum(people.values()):,} images of {len(people):,} people"
+        f"{len(rejected)} rejected; now {images:,} images of {people:,} people"
     )
     if rejected and not counts["enrolled"] and not counts["skipped"]:
         raise ValueError(f"{shown(options.folder)}: none of {len(rejected)} pictures could be enrolled; the reasons are above")
@@ -386,12 +385,14 @@ def _stored_path(path: Path) -> str:
 def show_gallery(options: argparse.Namespace) -> None:
     """Print what a gallery has."""
     with Gallery(options.gallery) as gallery:
-        people, images = gallery.people(), gallery.images()
+        people = gallery.people() if options.people or options.json else {}
+        images = gallery.images() if options.images or options.json else []
+        counts = [f"{gallery.count(what):,}" for what in ("people", "images", "faces")]
         facts, adapted = gallery.facts, adapted_of(gallery)
     detector = f"{facts.detector}, {facts.which}" if facts.detector else "none, aligned crops"
     lines = {
-        "people": f"{len(people):,}",
-        "images": f"{len(images):,}, {sum(bool(image.face_sum) for image in images):,} with their face",
+        "people": counts[0],
+        "images": f"{counts[1]}, {counts[2]} with their face",
         "network": facts.title,
         "network read from": facts.network_path or "not known",
         "digest of the network": facts.network,
@@ -426,7 +427,7 @@ def check_gallery(options: argparse.Namespace) -> None:
     """Read every byte of a gallery, and say what is wrong."""
     with Gallery(options.gallery) as gallery:
         faces = gallery.check()
-        print(f"{shown(options.gallery)}: {len(gallery.images()):,} vectors and {faces:,} faces are sound")
+        print(f"{shown(options.gallery)}: {gallery.count('images'):,} vectors and {faces:,} faces are sound")
 
 
 def remove_from_gallery(options: argparse.Namespace) -> None:
@@ -435,10 +436,9 @@ def remove_from_gallery(options: argparse.Namespace) -> None:
         raise ValueError("name whom to forget with --person, or images with --image")
     with Gallery(options.gallery) as gallery:
         count = gallery.remove([check_person(name) for name in options.person], options.image)
-        left = gallery.people()
+        images, people = gallery.count("images"), gallery.count("people")
     print(
-        f"{shown(options.gallery)}: {count} image(s) removed and overwritten; {sum(left.values()):,} images of {len(left):,} "
-        "people are left"
+        f"{shown(options.gallery)}: {count} image(s) removed and overwritten; {images:,} images of {people:,} people are left"
     )
 
 

@@ -182,7 +182,7 @@ def _print_query(face: EmbeddedFace, matches: Sequence[Match], threshold: Thresh
 
 def _rates(queries: Sequence[Query], searcher: Searcher, threshold: Threshold | None, gallery: Gallery) -> dict[str, Any]:
     """Print and return the rates of queries whose people are known."""
-    there = {image.hash for image in gallery.images()}
+    there = {found for _, found in gallery.hashes()}
     own = sum(face.hash in there for face, _ in queries)
     if own:
         line = f"warning: {own} of the {len(queries)} queries are enrolled pictures themselves, which makes the rates too good"

@@ -117,6 +117,17 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             kinds = (int, str, str, bytes, int, float, float, int, bytes, bytes)
             return [Image(*row) for row in self._rows(_IMAGES, kinds)]
 
+    def hashes(self) -> list[tuple[str, bytes]]:
+        """Return person and hash of each image, person by person."""
+        query = "SELECT people.name, hash FROM images JOIN people ON people.id = images.person ORDER BY images.person LIMIT ?"
+        with self.reading():
+            return [*self._rows(query, (str, bytes))]
+
+    def count(self, what: str) -> int:
+        """Return the number of people, images or faces."""
+        with self.reading():
+            return self._database.execute(f"SELECT count(*) FROM {what}").fetchone()[0]
+
     def people(self) -> dict[str, int]:
         """Return the number of images of each person, in the order of their names."""
         query = "SELECT people.name, count(*) FROM images JOIN people ON people.id = images.person GROUP BY people.id LIMIT ?"
