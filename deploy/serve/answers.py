@@ -102,14 +102,13 @@ class Answers:
 
     def about(self) -> dict[str, Any]:
         """Return what the page shows before any picture."""
-        counts = self.gallery.people() if self.gallery else {}
         return {
             "network": self.embedder.public_title,
             "digest": self.embedder.digest,
             "image_size": self.embedder.image_size,
             "embedding_size": self.embedder.embedding_size,
             "detector": self.detector.name if self.detector else None,
-            "gallery": {"people": len(counts), "images": sum(counts.values())} if self.gallery else None,
+            "gallery": {what: self.gallery.count(what) for what in ("people", "images")} if self.gallery else None,
             "set": _set_of_page(self.result) if self.result else None,
             "far": self.far,
             "gate": self.gate._asdict(),
