@@ -104,6 +104,7 @@ def test_a_search_follows_what_any_process_changes_and_reads_all_again_only_if_v
                 elif action == "reembed" and step % 20 == 9:  # by the same network, on another machine
                     writer.reembed(FACTS, lambda crops: rng.normal(size=(len(crops), DIM)), lambda images, total: images)
                     anew += 1
+            assert [gallery.count(what) for what in ("people", "images")] == [len(gallery.people()), len(gallery.images())]
             queries = rng.normal(size=(5, DIM))
             found, times = gallery.search(queries, 4), sum(call.args[2] == "image" for call in made.call_args_list)
             with connect(path) as opened:

@@ -329,20 +329,22 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         Raises:
             ValueError: somebody or an image is not in the gallery; nothing is removed then.
         """
-        gone: set[int] = set()
+        gone: dict[int, int] = {}  # image: person
         with self._writing() as database:
             for name in people:
-                query = "SELECT images.id FROM images JOIN people ON people.id = images.person WHERE name = ?"
+                query = "SELECT images.id, people.id FROM images JOIN people ON people.id = images.person WHERE name = ?"
                 if not (found := database.execute(query, (name,)).fetchall()):
                     raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, self.people())}")
-                gone.update(number for (number,) in found)
+                gone.update(found)
             for number in numbers:
-                if number >> 63 or not database.execute("SELECT 1 FROM images WHERE id = ?", (number,)).fetchone():
+                query = "SELECT id, person FROM images WHERE id = ?"  # no image is number 0
+                if not (found := database.execute(query, (0 if number >> 63 else number,)).fetchall()):
                     raise ValueError(f"{shown(self.path)}: has no image {number}")
-            gone.update(numbers)
+                gone.update(found)
             database.executemany("DELETE FROM faces WHERE image = ?", zip(gone))
             database.executemany("DELETE FROM images WHERE id = ?", zip(gone))
-            database.execute("DELETE FROM people WHERE NOT EXISTS (SELECT 1 FROM images WHERE person = people.id)")
+            empty = "DELETE FROM people WHERE id = ? AND NOT EXISTS (SELECT 1 FROM images WHERE person = people.id)"
+            database.executemany(empty, zip({*gone.values()}))
         with self._thread, contextlib.suppress(MemoryError):  # memory forgets them now, too
             before, self._searchers = self._searchers, {}
             for key, searcher in before.items():
