@@ -1,6 +1,7 @@
 """The search over rounded vectors: it finds what float64 finds, from few vectors of the file."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +35,20 @@ def _rows(kind: str, rng: np.random.Generator, owner: np.ndarray) -> np.ndarray:
     return _unit(noise * np.exp(rng.normal(size=(len(owner), 1)) * rng.normal(size=_SIZE)))  # codes of very different scales
 
 
+def _counted(blocks: Iterator[np.ndarray], total: int, *_: str) -> list[np.ndarray]:
+    found = [*blocks]
+    assert len(found) == total  # of the progress bar
+    return found
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("by", ["image", "template"])
 @pytest.mark.parametrize("kind", ["people", "near ties", "nearly equal", "scales"])
 @pytest.mark.parametrize("small", [False, True])  # blocks; with small ones queries are split, too
 def test_a_search_finds_what_float64_finds_in_all_vectors(kind: str, by: str, small: bool, monkeypatch: pytest.MonkeyPatch):
     if small:
-        for name, value in {"_CELLS": 300, "_FIRST_ROWS": 3, "_PAIRS": 2000, "_EXACT_ROWS": 7, "_QUERIES": 5}.items():
+        sizes = {"_CELLS": 300, "_FIRST_ROWS": 3, "_PAIRS": 2000, "_EXACT_ROWS": 7, "_QUERIES": 5, "_LONG": 1}
+        for name, value in {**sizes, "progress": _counted}.items():
             monkeypatch.setattr(search, name, value)
         monkeypatch.setattr(search, "_has_exact_int8", lambda: False)
     rng = np.random.default_rng(0)

@@ -27,7 +27,7 @@ _ROWS = 1 << 16  # entries compared at once with few queries
 _FIRST_ROWS = 64  # entries compared first; all of them are near, as there is no limit yet
 _QUERIES = 256  # searched at once
 _PAIRS = 1 << 21  # of a query and an entry near it: some 200 MB
-_LONG = 1 << 18  # entries that take some seconds to read
+_LONG = 1 << 18  # images that take some seconds to read
 _EXACT_ROWS = 1 << 10  # vectors read at once: 2 MiB of 512 numbers each, 4 in float64
 
 
@@ -73,11 +73,12 @@ class Searcher:
         if by not in ("image", "template") or weights not in ("norm", "equal"):
             raise ValueError(f"by must be image or template, and weights norm or equal, got {by!r} and {weights!r}")
         self.people, self.owner, self.numbers, self.by = entries.people, entries.owner, entries.numbers, by
-        self._read = read
+        self._read, steps = read, -(-len(self.numbers) // _EXACT_ROWS)
         if by == "template":
             order = np.argsort(entries.owner, kind="stable")  # of one person, the images stay in the order of their numbers
             self.begins = np.searchsorted(entries.owner[order], np.arange(len(self.people) + 1))
             self.owner, self.numbers = np.arange(len(self.people)), entries.numbers[order]
+            steps = len(np.unique(self.begins[1:] // _EXACT_ROWS))  # as `_templates` splits them
             lengths = entries.lengths[order].astype(np.float32)
             self.factors = lengths if weights == "norm" else np.ones_like(lengths)
         count = len(self.owner)
@@ -86,7 +87,7 @@ class Searcher:
         self.scales, self.errors = (np.empty(room, dtype=np.float32)[:count] for _ in range(2))
         begin, self.spread, self._centre = 0, 0.0, np.zeros(entries.size, dtype=np.float32)
         blocks = self.vectors()
-        for rows in blocks if count < _LONG else progress(blocks, -(-count // _EXACT_ROWS), "reading the gallery", "block"):
+        for rows in blocks if len(self.numbers) < _LONG else progress(blocks, steps, "reading the gallery", "block"):
             if len(rows) and begin == 0:
                 self._centre = rows.mean(0)
             part = slice(begin, begin := begin + len(rows))
