@@ -174,10 +174,10 @@ def _names_and_numbers(path: Path, count: int, whole: bool = False) -> tuple[lis
     if not names:
         raise ValueError(f"{path}: is empty")
     table = np.array(numbers)
-    wrong = ~np.isfinite(table) | (whole & ((table % 1 != 0) | (np.abs(table) >= 2**31)))
+    wrong = ~np.isfinite(table) | (whole & ((np.floor(table) != table) | (np.abs(table) >= 2**31)))
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
-        raise ValueError(f"{path}: line {row + 1} must have {'whole ' * whole}numbers, got {table[row, column]:g}")
+        raise ValueError(f"{path}: line {row + 1} must have {'whole ' * whole}numbers, got {table[row, column]}")
     return names, table
 
 

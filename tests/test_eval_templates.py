@@ -78,6 +78,7 @@ def test_lists_are_read(tmp_path: Path):
         ({"face_tid_mid": "2.jpg 7 1\n1.jpg 7 2\n3.jpg 9 3\n"}, "same order; they differ at line 1"),
         ({"face_tid_mid": "1.jpg 7 1\n2.jpg 7\n"}, "line 2 must be a name and 2 numbers"),
         ({"face_tid_mid": "1.jpg 7 1\n2.jpg 7.5 2\n3.jpg 9 3\n"}, "line 2 must have whole numbers, got 7.5"),
+        ({"face_tid_mid": "1.jpg 20000000.5 1\n2.jpg inf 2\n"}, "line 1 must have whole numbers, got 20000000.5"),
         ({"name_5pts_score": "1.jpg 1 2 3 4 5 6 7 8 9 10 nan\n"}, "line 1 must have numbers, got nan"),
         ({"face_tid_mid": ""}, "is empty"),
         ({"template_pair_label": "7 9 0\n7 x 1\n"}, "must have three whole numbers and nothing else"),

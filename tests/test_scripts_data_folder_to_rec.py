@@ -68,7 +68,9 @@ def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path, 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     people = folder_of_people(tmp_path / "people", [2, 2])
-    left = 0
+    _runs(folder_to_rec, folder_of_people(tmp_path / "old_people", [3]), tmp_path / "old")
+    old = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+    left = -1
 
     def full(name: str) -> None:
         nonlocal left
@@ -77,12 +79,16 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pyte
         if is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for number in range(4 * 3 + 2 * 2 + 2 + 1 + 2):  # parts and lines of images, identities and the header, property, flushes
+    for number in range(4 * 3 + 2 * 2 + 2 + 1 + 3):  # parts and lines of images, identities and the header, property, flushes
         left = number
         with faulty(Disk(before=full)):
             said = _fails(capsys, folder_to_rec, people, tmp_path / "set")
         assert re.fullmatch(r"error: .*/set/(train\.(rec|idx|lst)|property): No space left on device", said), said
         assert not list((tmp_path / "set").iterdir())
+        left = number
+        with faulty(Disk(before=full)):
+            _fails(capsys, folder_to_rec, people, tmp_path / "old", "--overwrite")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == old
 
 
 def test_a_set_that_is_found_is_whole_whenever_its_writing_was_interrupted(tmp_path: Path):

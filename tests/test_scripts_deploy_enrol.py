@@ -296,6 +296,10 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr("deploy.gallery.commands.newest_run", lambda: pytest.fail("the gallery has its own network"))
     assert enrol.main(["../people.gallery", "../people"]) == 0
+    moved = (tmp_path / "weights.pt").rename(tmp_path / "moved.pt")
+    monkeypatch.setattr("deploy.gallery.commands.newest_run", lambda: moved)
+    assert enrol.main(["../people.gallery", "../people", *weights[1:]]) == 0
+    moved.rename(tmp_path / "weights.pt")
     for words in (["../people.gallery", query], ["../our staff.gallery", query, query]):
         capsys.readouterr()
         assert search.main(words) == 0

@@ -282,9 +282,11 @@ class RecordSetWriter(RecordWriter):
                 self.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
             size = self.size or IMAGE_SIZE
             text = f"{self.num_classes},{size},{size}".encode()
-            self._unfinished.enter_context(new_file(self.folder / "property")).write(text)
+            self._paths.append(self.folder / "property")
+            self._files.append(self._unfinished.enter_context(new_file(self._paths[-1])))
+            self._files[-1].write(text)
             self._flush()
             # the replaced set goes first, and the new train.rec gets its name last, so whenever one is found, its set is whole
-            replaced = (self.folder / "train.rec").exists()
+            replaced = any((self.folder / name).exists() for name in ("train.rec", "property"))
             for name in ("train.rec", "train.lst", *(_BESIDE if replaced else ())):
                 (self.folder / name).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """What is done with a gallery besides searching: enrol pictures that a command line names, show, check, remove, embed anew."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -215,7 +216,8 @@ def enrol_all(options: argparse.Namespace) -> None:
         options.person = check_person(options.person)
     pictures, rejected = with_people(find_pictures(options.folder), options.person_from, options.person)
     if options.run is None and options.gallery.is_file() and options.gallery.stat().st_size:
-        take_recorded_network(options)
+        with contextlib.suppress(ValueError):  # perhaps it lies elsewhere now, and is the newest run
+            take_recorded_network(options)
     options.run = options.run or newest_run()
     recorded = recorded_network(options)
     embedder, detector = open_embedder(options), open_detector(options)

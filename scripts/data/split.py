@@ -48,9 +48,9 @@ def split(options: argparse.Namespace) -> None:
     people = np.flatnonzero(counts)
     wanted = _how_many(options.held_out, len(people))
     target = options.out / "held_out.bin"
-    paths = (target, *(options.out / name / "train.rec" for name in ("train", "held_out")))
+    paths = (*(options.out / name / "train.rec" for name in ("train", "held_out")), target)
     for path in paths:
-        if path != target and path.parent.resolve() == options.set.resolve():
+        if path != target and path.resolve() == (options.set / path.name).resolve():
             raise ValueError(f"{path.parent}: the new sets must not be written over the old one; choose another folder")
         if path.exists() and not options.overwrite:
             raise ValueError(f"{path} exists; add --overwrite to replace it, or choose another folder")

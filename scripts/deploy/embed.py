@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--processes",
         type=int_in_range(1, 1024),
-        help="processes that embed, each with the network in memory (default: for many pictures one per GPU, or per core)",
+        help="processes that embed, each with the network in memory (default: one per GPU, or per core; one for few pictures)",
     )
     parser.add_argument("--again", action="store_true", help="begin anew, although OUT or parts of it exist")
     return run_main(run, parser.parse_args(arguments))
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         with open_journal(unfinished, str(out)) as journal:
             parts = Parts(options, embedder, source, journal)
             missing = parts.missing()
-            count = options.processes or min(default_processes(options.device), len(missing) // 4)  # a start takes seconds
+            count = options.processes or (default_processes(options.device) if len(missing) > 2 else 1)  # a start takes seconds
             count = max(1, min(count, len(missing)))
             done = len(source.names) - sum(len(parts.names_of(number)) for number in missing)
             with progress([], len(source.names), "embedding", "picture") as bar:
