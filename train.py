@@ -33,7 +33,7 @@ from training.sections import NAMED
 from training.setup import Setup, decode_sample, open_loaders, set_up
 from training.step import LateValues, StepValues, train_step
 from utils import distributed
-from utils.checkpoint.format import RetentionPolicy, best_score
+from utils.checkpoint.format import RetentionPolicy, best_score, read_manifest
 from utils.checkpoint.resume import changed_keys, write_config
 from utils.checkpoint.writer import CheckpointWriter
 from utils.cli import make_parser
@@ -67,9 +67,9 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             log.info("training is complete already; nothing to do. Raise train.max_steps or epochs, or choose another run.name")
             return
         evaluator = build_evaluator(config, setup, model, log)
-        if config.eval.at_start and start_step == 0:
-            watch.at(0, "evaluating", limited=False)
-            evaluator.score(0)
+        if begins_with_evaluation(config, setup, start_step):
+            watch.at(start_step, "evaluating", limited=False)
+            evaluator.score(start_step)
         parallel = for_training(config, setup, model)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
@@ -139,6 +139,13 @@ def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog) -
         setup.folder,
         average=None if model.ema is None else model.ema.network,
     )
+
+
+def begins_with_evaluation(config: EasyDict, setup: Setup, start_step: int) -> bool:
+    """Return whether an evaluation comes before the first step: eval.at_start, or one that was due when a stop left it out."""
+    if setup.resume_from is None or start_step == 0 or not setup.protocols:
+        return config.eval.at_start and start_step == 0
+    return is_due(start_step, config.eval.every, 0) and read_manifest(setup.resume_from).get("score") is None
 
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:

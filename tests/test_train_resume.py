@@ -139,6 +139,8 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
     assert ("of 12, without its evaluation; " in done.stderr) == (saved == 6)
     ended_well(run_train(num_processes, stopped))
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
+    scored = [read_metrics(tmp_path / run, "tiny") for run in ("whole", "stopped")]
+    assert sorted(scored[0]) == sorted(scored[1]) == [6, 12]  # what the stop left out is made up
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
