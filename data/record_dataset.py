@@ -24,7 +24,7 @@ from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 from .base import FaceDataset
 from .index_cache import Arrays, Facts, open_index
 from .recordio.container import RecordFile
-from .recordio.image_record import MAX_CLASSES, Headers, IndexedRecordFile, are_classes, is_ascending, unpack
+from .recordio.image_record import MAX_CLASSES, IndexedRecordFile, are_classes, is_ascending, unpack
 
 _MAX_SPAN = 1 << 20  # bytes up to the next image; if there are more, the record's length is read first
 _CHUNK = 1 << 18  # images checked at once
@@ -211,20 +211,16 @@ def _read_labels(records: IndexedRecordFile) -> np.ndarray:
             if missing.any():
                 key = records.keys[headers.positions[missing.argmax()]]
                 raise ValueError(f"record {key} of {records.path}: has a label, but no image. Remove it from the dataset")
-            _check_labels(records, headers, is_image)
+            wrong = is_image & ~are_classes(headers.labels)
+            if wrong.any():
+                i = wrong.argmax()
+                raise ValueError(
+                    f"record {records.keys[headers.positions[i]]} of {records.path}: a label must be an integer in [0, 2^24) "
+                    f"(it is stored as float32), got {headers.labels[i]}. Renumber the labels"
+                )
             labels[headers.positions[is_image]] = headers.labels[is_image].astype(np.int32)
             bar.update(len(headers.positions))
     return labels
-
-
-def _check_labels(records: IndexedRecordFile, headers: Headers, is_image: np.ndarray) -> None:
-    wrong = is_image & ~are_classes(headers.labels)
-    if wrong.any():
-        i = wrong.argmax()
-        raise ValueError(
-            f"record {records.keys[headers.positions[i]]} of {records.path}: a label must be an integer in [0, 2^24) "
-            f"(it is stored as float32), got {headers.labels[i]}. Renumber the labels"
-        )
 
 
 def _read_header(records: IndexedRecordFile) -> int | None:

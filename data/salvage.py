@@ -98,18 +98,14 @@ def read_headers(path: str | os.PathLike[str], sound: Sound) -> SalvagedHeaders:
     flags, sizes = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int64)
     labels, ids = np.full((count, 2), np.nan, dtype=np.float32), np.zeros(count, dtype=np.uint64)
     for begin, stop in pairwise([*range(0, count, 1 << 18), count]):
-        first = sound.offsets[begin:stop] // 4
-
-        def word(i: int, first: np.ndarray = first) -> np.ndarray:
-            return words[np.minimum(first + i, len(words) - 1)]
-
-        lengths = (word(1) & MAX_LENGTH).astype(np.int64)
+        places = sound.offsets[begin:stop] // 4 + np.array([[1], [2], [3], [4], [5], [8], [9]])
+        part, flag, label, low, high, first, second = words[np.minimum(places, len(words) - 1)]
+        lengths, flag = (part & MAX_LENGTH).astype(np.int64), flag.astype(np.int64)
         enough = lengths >= _HEADER
-        flag = word(2).astype(np.int64)
-        vector = np.stack([np.where(flag > 0, word(8), word(3)), word(9)], axis=1).astype("<u4").view("<f4")
+        vector = np.stack([np.where(flag > 0, first, label), second], axis=1).astype("<u4").view("<f4")
         flags[begin:stop] = np.where(enough, flag, -1)
         labels[begin:stop] = np.where(enough[:, None], vector, np.nan)
-        ids[begin:stop] = word(4).astype(np.uint64) | word(5).astype(np.uint64) << np.uint64(32)
+        ids[begin:stop] = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
         sizes[begin:stop] = np.where(enough, lengths - _HEADER - 4 * flag, -1)
     for i in np.flatnonzero(~sound.whole).tolist():
         record = read_sound(data, int(sound.offsets[i]))

@@ -13,6 +13,7 @@ Shapes: n = records.
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import struct
@@ -47,44 +48,40 @@ class RecordFile:
         self.path = os.fspath(path)
         with reading(path):
             self.size = check_file(path)
-        self._map: mmap.mmap | None = None
-        self._view: memoryview | None = None
         self._handles: dict[str, FileIO] = {}
         start = bytes(self.view[:4]) if self.size >= _PART.size else b""
         if start != MAGIC:
             raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, but this one ({self.size} bytes) does not")
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_map": None, "_view": None, "_handles": {}}
+        return {"path": self.path, "size": self.size, "_handles": {}}
+
+    @functools.cached_property
+    def _map(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(mapped) != self.size:
+            raise ValueError(f"{self.path}: had {self.size} bytes when opened, now {len(mapped)}; start again")
+        mapped.madvise(mmap.MADV_RANDOM)
+        return mapped
 
     @property
     def view(self) -> memoryview:
         """The bytes of the whole file, read-only."""
-        view = self._view
-        if view is None:
-            with open(self.path, "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(mapped) != self.size:
-                raise ValueError(f"{self.path}: had {self.size} bytes when opened, now {len(mapped)}; start again")
-            self._map, self._view = mapped, memoryview(mapped)
-            self.expect_random_reads(True)
-            view = self._view
-        return view
+        return memoryview(self._map)
 
     def expect_random_reads(self, random: bool) -> None:
         """Tell the kernel to expect random reads (no read-ahead) or sequential reads (maximal read-ahead).
 
         With the kernel's default, random reads of a cold file fetch tens of times the bytes of the records.
         """
-        if self._map is not None and hasattr(mmap, "MADV_RANDOM"):
-            self._map.madvise(mmap.MADV_RANDOM if random else mmap.MADV_SEQUENTIAL)
+        self._map.madvise(mmap.MADV_RANDOM if random else mmap.MADV_SEQUENTIAL)
 
     def release(self, start: int, stop: int) -> None:
         """Unmap the pages of these bytes from the process; the kernel may keep them in its cache."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            begin = start - start % mmap.PAGESIZE
-            if stop > begin:
-                self._map.madvise(mmap.MADV_DONTNEED, begin, stop - begin)
+        begin = start - start % mmap.PAGESIZE
+        if stop > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, stop - begin)
 
     def prefetch(self, offset: int, length: int) -> None:
         """Ask the kernel to fetch these bytes in the background, with one request to the disk."""

@@ -12,6 +12,7 @@ Shapes: n = records of the index, b = records of one chunk, N = images, C = clas
 
 import numbers
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from .index import read_index
 _HEADER = struct.Struct("<IfQQ")
 _CHUNK = 1 << 18  # headers read at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
+_PROTOBUF_FIELD = re.compile(rb"[\x0a\x12\x1a\x22]([\x80-\xff]{0,4}[\x00-\x7f])")  # its number and kind, and its length
 _BESIDE = ("classes.csv", "skipped.txt", "left_out.csv", "padding.csv")  # what the programs say of a set they wrote
 MAX_CLASSES = 1 << 24  # a label is a float32; from here on it may represent several integers
 
@@ -74,20 +76,12 @@ def is_protobuf(record: bytes | memoryview) -> bool:
 
     Source: record.proto of aws/amazon-sagemaker-examples (features = 1, label = 2, uid = 3, metadata = 4).
     """
-    data, place = bytes(record[:]), 0
+    data, place = bytes(record), 0
     while place < len(data):
-        tag, place = data[place], place + 1
-        length, shift = 0, 0
-        while place < len(data) and shift < 35:  # a length is written in groups of 7 bits
-            length |= (data[place] & 0x7F) << shift
-            shift, place = shift + 7, place + 1
-            if data[place - 1] < 0x80:
-                break
-        else:
+        if not (field := _PROTOBUF_FIELD.match(data, place)):
             return False
-        place += length
-        if tag not in (0x0A, 0x12, 0x1A, 0x22):
-            return False
+        length = sum((byte & 0x7F) << 7 * number for number, byte in enumerate(field[1]))  # written in groups of 7 bits
+        place = field.end() + length
     return len(data) > 0 and place == len(data)
 
 
