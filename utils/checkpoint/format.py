@@ -59,11 +59,7 @@ def _step_folders(run_folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at path: path itself, or the newest checkpoint if path is a run folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the checkpoint at path: path itself, or the newest one if path is a run folder; ValueError if there is none."""
     if is_checkpoint(path):
         return path
     found = list_checkpoints(path)

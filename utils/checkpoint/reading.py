@@ -99,11 +99,7 @@ def head_named(checkpoint: Path, name: str = "") -> str:
 
 
 def class_order(checkpoint: Path, head: str = SOFTMAX) -> tuple[int, int]:
-    """Return (number of classes, seed) of a head, which determine the slot of each class.
-
-    Raises:
-        ValueError: the manifest does not have them.
-    """
+    """Return (number of classes, seed) of a head, which determine each class's slot; ValueError if the manifest lacks them."""
     try:
         signature = read_manifest(checkpoint)["run_signature"]
         signature = signature.get("tasks", {}).get(head, signature)

@@ -59,7 +59,9 @@ def prepare_run_folder(folder: Path, saving: Any, look: bool, run_signature: dic
                 raise ValueError("; ".join(faults))
             if world.rank == 0:
                 start.warnings.extend(faults)
-                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.warnings, run_signature, look))
+                older = [path for path in ckpt.list_checkpoints(folder) if path.name < start.checkpoint.name]
+                chosen = _newest_sound(folder, older, [start.checkpoint], start.warnings, run_signature, look)
+                start = start._replace(checkpoint=chosen)
         start = all_gather_objects(start, world)[0]
     if look:
         return start
@@ -154,44 +156,38 @@ def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], 
             "choose another run.name, delete the folder, or resume with checkpoint.resume=auto"
         )
     if resume in ("never", "auto"):
-        if not found:
-            return None
-        try:
-            ckpt.read_manifest(found[-1])
-        except ValueError as error:
-            warnings.append(str(error))
-            return _next_older(folder, found[-1], warnings, run_signature, look)
-        chosen = found[-1]
-    else:
-        try:
-            chosen = ckpt.find_checkpoint(Path(resume))
-            step = int(ckpt.read_manifest(chosen)["step"])
-        except ValueError as error:
-            raise ValueError(f"checkpoint.resume={resume}: {error}; name another checkpoint, or resume with auto") from None
-        newer = [path for path in found if ckpt.step_of(path) > step]
-        if newer:
-            raise ValueError(
-                f"checkpoint.resume={resume} is step {step}, but {folder} holds later checkpoints up to "
-                f"{newer[-1].name}, which would be overwritten; choose another run.name"
-            )
+        return _newest_sound(folder, found, [], warnings, run_signature, look) if found else None
+    try:
+        chosen = ckpt.find_checkpoint(Path(resume))
+        step = int(ckpt.read_manifest(chosen)["step"])
+    except ValueError as error:
+        raise ValueError(f"checkpoint.resume={resume}: {error}; name another checkpoint, or resume with auto") from None
+    newer = [path for path in found if ckpt.step_of(path) > step]
+    if newer:
+        raise ValueError(
+            f"checkpoint.resume={resume} is step {step}, but {folder} holds later checkpoints up to "
+            f"{newer[-1].name}, which would be overwritten; choose another run.name"
+        )
     _check_signature(chosen, run_signature)
     return chosen
 
 
-def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature: dict[str, Any], look: bool) -> Path:
-    """Return the newest undamaged checkpoint before a damaged one; the damaged ones are set aside, not deleted."""
-    aside = [damaged]
-    for path in reversed([path for path in ckpt.list_checkpoints(folder) if path.name < damaged.name]):
+def _newest_sound(
+    folder: Path, found: list[Path], damaged: list[Path], warnings: list[str], run_signature: dict[str, Any], look: bool
+) -> Path:
+    """Return the newest undamaged checkpoint of `found`; the damaged ones, also those given, are set aside, not deleted."""
+    for path in reversed(found):
         try:
             ckpt.read_manifest(path)
         except ValueError as error:
             warnings.append(str(error))
-            aside.append(path)
+            damaged.append(path)
             continue
         _check_signature(path, run_signature)
-        for bad in aside:
+        for bad in damaged:
             _put_aside(bad, warnings, look)
-        warnings.append(f"resuming from {path.name}, an older one: the steps after it are trained again")
+        if damaged:
+            warnings.append(f"resuming from {path.name}, an older one: the steps after it are trained again")
         return path
     raise _all_are_damaged(folder, warnings)
 
@@ -278,11 +274,7 @@ class SavedState(NamedTuple):
 
 
 def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
-    """Load every part from a checkpoint; return its number of finished optimizer steps.
-
-    Raises:
-        ValueError: a part is missing, cannot be read, or does not fit.
-    """
+    """Load each part of a checkpoint; return its number of steps; ValueError if one is missing, unreadable or does not fit."""
     try:
         files = ckpt.read_manifest(path)["files"]
         states = {name: read_file(path, name) for name, part in parts.items() if name in files or part.begin is None}

@@ -242,14 +242,6 @@ class Place(NamedTuple):
     size: int  # bytes
 
 
-def _checked(path: Path) -> Any:
-    """Let the library check the whole header."""
-    try:
-        return safe_open(path, framework="pt", backend="pread")
-    except TypeError:  # a version that always maps
-        return safe_open(path, framework="pt")
-
-
 def tensor_places(path: Path) -> dict[str, Place]:
     """Return where the tensors of a .safetensors file lie, without mapping it.
 
@@ -259,7 +251,7 @@ def tensor_places(path: Path) -> dict[str, Place]:
         ValueError: it is no such file, or has a dtype that no file of ours has.
     """
     try:
-        with _checked(path), path.open("rb") as file:
+        with safe_open(path, framework="pt", backend="pread"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (OSError, SafetensorError, ValueError) as error:

@@ -286,11 +286,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._job = self._pool.submit(self._complete, manifest)
 
     def finish(self) -> None:
-        """Wait until the save under way is complete.
-
-        Raises:
-            SharedError: as for `save`.
-        """
+        """Wait until the save under way is complete; SharedError as for `save`."""
         while self._job is not None:
             with patiently(self.world, "saving"):
                 self._job.exception()  # waits
