@@ -53,28 +53,22 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> by
     Raises:
         OSError: as for `check_file`, or the file cannot be read; the error always names the file.
     """
-    try:
-        return _read(path, max_bytes)
-    except OSError as error:
-        if error.filename is None and error.errno is not None:  # a read failed, for example on a broken disk
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-        raise
-
-
-def _read(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     check_file(path, max_bytes)
     # the file may have become a pipe meanwhile, so opening must never block
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with open(handle, "rb", buffering=0) as file:
         size = _check(os.fstat(handle), path, max_bytes)
-        data = file.read(size + 1) or b""
-        if 0 < size == len(data):
-            return data
-        parts, total = [data], len(data)  # the file grows, exceeds the 2 GB of one call, or is in /proc, where sizes are 0
-        while data and total <= max_bytes:
-            data = file.read(1 << 24) or b""
-            parts.append(data)
-            total += len(data)
+        try:
+            data = file.read(size + 1) or b""
+            if 0 < size == len(data):
+                return data
+            parts, total = [data], len(data)  # the file grows, exceeds the 2 GB of one call, or is in /proc, where sizes are 0
+            while data and total <= max_bytes:
+                data = file.read(1 << 24) or b""
+                parts.append(data)
+                total += len(data)
+        except OSError as error:  # for example on a broken disk
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
     if total > max_bytes:
         raise _too_large(path, total, max_bytes)
     return b"".join(parts)

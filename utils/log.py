@@ -161,7 +161,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         if not self.active:
             return
         shown = {name: _shown(name, value) for name, value in numbers.items()}
-        eta = f"eta {format_seconds(eta_seconds)}"
+        eta = f"eta {tqdm.format_interval(round(eta_seconds)).removeprefix('0')}"
         line = "  ".join([f"step {step}/{self.total_steps}", self._epoch(step), *shown.values(), eta])
         self._line(line)
         if self.bar is None:
@@ -262,10 +262,3 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def format_seconds(seconds: float) -> str:
-    """Return 75 as 1:15 and 3675 as 1:01:15."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
