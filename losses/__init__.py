@@ -61,10 +61,6 @@ def margin_arguments(name: str) -> dict[str, Any]:
 
 
 def build_margin(name: str, **arguments: Any) -> Margin:
-    """Return the margin of that name; its class documents the arguments.
-
-    Raises:
-        ValueError: no margin has that name, or an argument is out of its range.
-    """
+    """Return the margin of that name; its class documents the arguments; ValueError for a wrong name or argument."""
     margin_arguments(name)
     return MARGINS[name](**arguments)

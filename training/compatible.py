@@ -31,11 +31,7 @@ COMPATIBLE = "compatible"  # the name of the head with the old centres
 
 
 def old_network(path: str) -> dict[str, str]:
-    """Return what the signature of a run has of compatible.path: the hash of the weights, which a resume compares.
-
-    Raises:
-        ValueError: there is no checkpoint.
-    """
+    """Return what a run's signature has of compatible.path: the hash of the weights; ValueError if there is no checkpoint."""
     if not path:
         return {}
     with prefix_errors("compatible.path"):

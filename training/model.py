@@ -194,11 +194,7 @@ def _shard(head: PartialFC) -> Shard:
 
 
 def build_model(config: EasyDict, setup: Setup) -> Model:
-    """Return the model of a run from scratch.
-
-    Raises:
-        SharedError: on every rank, if backbone or head do not fit into the memory, with what would.
-    """
+    """Return the model of a run from scratch; SharedError on every rank if it does not fit into the memory, with what would."""
     world, autocast, count = setup.world, AUTOCAST[setup.precision], setup.share["world_size"]
     dim = config.backbone.embedding_size
     # before the backbone takes its share; the least of all ranks, so that all say the same

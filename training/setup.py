@@ -154,11 +154,7 @@ def signature_of(
 
 
 def build_schedules(config: EasyDict, total_steps: int, steps_per_epoch: float) -> tuple[Schedule, Schedule]:
-    """Return the schedules of the learning rates of backbone and class centres.
-
-    Raises:
-        ValueError: the warm-up takes all steps of the run, or a milestone lies in it.
-    """
+    """Return the schedules of backbone and centres; ValueError if the warm-up takes all steps, or a milestone lies in it."""
     given, peak = config.schedule, config.optimizer.lr
     warmup = given.warmup_steps or round(given.warmup_epochs * steps_per_epoch)
     milestones = tuple(int(step) for step in given.milestone_steps)

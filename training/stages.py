@@ -53,11 +53,7 @@ def head_stages(head: Any, loss: Any, steps_per_epoch: float) -> list[Stage]:
 
 
 def staged_margin(loss: dict[str, Any], stages: Sequence[Stage]) -> Margin:
-    """Return the margin of a loss, which is its `name` and arguments, through these stages.
-
-    Raises:
-        ValueError: an argument is out of its range in a stage.
-    """
+    """Return the margin of a loss, its `name` and arguments, through these stages; ValueError if one is out of its range."""
     if not stages:
         return build_margin(**loss)
     built = []

@@ -278,11 +278,7 @@ def read_network(path: str, options: str, threads: int) -> Network:
 
 
 def centre_bytes(teacher: Teacher, config: EasyDict, task: Any, head: HeadConfig, count: int, device: torch.device) -> int:
-    """Return the bytes of the loss of the logits in one of `count` processes.
-
-    Raises:
-        ValueError: the teacher was trained on other classes than the task.
-    """
+    """Return the bytes of the loss of the logits in one of `count` processes; ValueError if the teacher has other classes."""
     if teacher.centres is None:
         return 0
     found, own = teacher.centres.num_classes, task.dataset.num_classes

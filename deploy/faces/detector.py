@@ -177,11 +177,7 @@ class Scrfd(Detector):
 
 
 def by_stride(outputs: list[np.ndarray], path: Path) -> list[list[np.ndarray]]:
-    """Return [scores (n, 1), distances (n, 4), offsets (n, 10)] for each stride, finest first.
-
-    Raises:
-        ValueError: the outputs are others.
-    """
+    """Return [scores (n, 1), distances (n, 4), offsets (n, 10)] by stride, finest first; ValueError for other outputs."""
     rows = [part.reshape(-1, part.shape[-1]) if part.size else np.zeros((0, 0)) for part in map(np.atleast_1d, outputs)]
     kinds = [sorted((part for part in rows if part.shape[1] == width), key=len, reverse=True) for width in _ANCHOR_WIDTHS]
     found = [list(parts) for parts in zip(*kinds, strict=False)]
@@ -237,11 +233,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
 
 
 def open_detector(options: argparse.Namespace) -> Detector | None:
-    """Return the detector of the command line, or None without --detector.
-
-    Raises:
-        ValueError: the file cannot be read, or is no detector with landmarks.
-    """
+    """Return the detector of the command line, None without --detector; ValueError if it is unreadable, or has no landmarks."""
     path: Path | None = options.detector
     if path is None:
         return None

@@ -66,11 +66,7 @@ def add_person_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_pictures(path: Path) -> list[tuple[Path, str]]:
-    """Return (path, name) of a picture, or of all pictures below a folder in the order of their names.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return (path, name) of a picture, or of all below a folder in the order of their names; ValueError if there is none."""
     if path.is_dir():
         return [(path / name, name) for name in list_pictures(path)]
     if not path.exists():

@@ -204,11 +204,7 @@ def picture_name(name: str) -> str:
 
 
 def unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes, float]:
-    """Return the unit vector of an embedding (D,) as float32 little endian, and its norm.
-
-    Raises:
-        ValueError: it has another size, or no direction.
-    """
+    """Return an embedding's (D,) unit vector, float32 little endian, and norm; ValueError for another size, or no direction."""
     if embedding.shape != (size,):
         raise ValueError(f"{shown(picture)}: an embedding must be ({size},), got {embedding.shape}")
     wide = embedding.astype(np.float64)

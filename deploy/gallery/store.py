@@ -135,11 +135,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             return dict(sorted(self._rows(query, (str, int))))
 
     def picture(self, number: int) -> np.ndarray | None:
-        """Return the aligned face of an image (S, S, 3) uint8 RGB, None if the gallery has none (any more).
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Return the aligned face of an image (S, S, 3) uint8 RGB, None if there is none any more; ValueError if damaged."""
         with self.reading():
             there = self._database.execute("SELECT 1 FROM faces WHERE image = ?", (number,)).fetchone()
             return self._face(number) if there else None
