@@ -446,10 +446,9 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def _old_gallery(path: Path) -> None:
+def _folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
-    (path / "gallery.sqlite").write_bytes(b"x")
 
 
 _DAMAGE: dict[str, Callable[[Path], None]] = {
@@ -465,7 +464,7 @@ _DAMAGE: dict[str, Callable[[Path], None]] = {
     "names another file": _super_journal,
     "is no link": _link,
     "link, folder or device": _pipe,
-    "older version, which is a folder": _old_gallery,
+    "must be a regular file": _folder,
     "no such gallery": lambda path: path.unlink(),
     "facts are not": _sql("UPDATE facts SET embedding_size = 'many'"),
     "facts are": _sql("UPDATE facts SET embedding_size = 99999999"),

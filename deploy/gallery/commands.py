@@ -324,7 +324,7 @@ def choose_words(words: Sequence[Path]) -> tuple[Path | None, Path, list[Path]]:
 
 
 def _is_gallery(path: Path) -> bool:
-    if path.suffix == DEFAULT.suffix or (path / "gallery.sqlite").exists():
+    if path.suffix == DEFAULT.suffix:
         return True
     if not path.is_file():
         return False

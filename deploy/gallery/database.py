@@ -243,8 +243,6 @@ def _check_file(path: Path) -> None:
     A journal that ends in SQLite's magic number names a "super-journal", which SQLite may delete after the rollback: any file
     of the user's. Only transactions over several databases have one, and a gallery is one database.
     """
-    if (path / "gallery.sqlite").exists():
-        raise ValueError(f"{shown(path)}: a gallery of an older version, which is a folder; enrol the pictures into a new one")
     journal = journal_of(path)
     for file in (path, journal):
         try:

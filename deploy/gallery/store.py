@@ -247,8 +247,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         numbers, lengths, owner = array("q"), array("d"), array("i")
         people: dict[str, int] = {}
         for number, name, norm, quality in self._rows(_ENTRIES, (int, str, float, float), after):
-            if not _can_weigh(norm, quality):
-                _require_weight(norm, quality, f"{shown(self.path)}: image {number}")
+            _require_weight(norm, quality, self.path, f": image {number}")
             numbers.append(number)
             lengths.append(norm * quality)
             owner.append(people.setdefault(name, len(people)))
@@ -296,7 +295,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         names = [db.check_person(image.person) for image in images]
         rows = [db.unit_vector(image.embedding, (facts or self.facts).embedding_size, image.picture) for image in images]
         for image, (_, norm) in zip(images, rows, strict=True):
-            _require_weight(norm, image.quality, shown(image.picture))
+            _require_weight(norm, image.quality, image.picture)
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = list[int]()
         with self._writing() as database:
@@ -485,11 +484,8 @@ def _checksum(data: bytes) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
-def _can_weigh(norm: float, quality: float) -> bool:
-    return norm > 0 and quality >= 0 and norm * quality < _HEAVIEST
-
-
-def _require_weight(norm: float, quality: float, image: str) -> None:
+def _require_weight(norm: float, quality: float, file: str | Path, image: str = "") -> None:
     """Raise ValueError unless norm times quality can be the weight of an image in a template, which would be NaN."""
-    if not _can_weigh(norm, quality):
-        raise ValueError(f"{image}: its embedding has length {norm:g} and its face a score of {quality:g}; remove it")
+    if not (norm > 0 and quality >= 0 and norm * quality < _HEAVIEST):
+        place = f"{shown(file)}{image}"
+        raise ValueError(f"{place}: its embedding has length {norm:g} and its face a score of {quality:g}; remove it")
