@@ -180,7 +180,12 @@ _POINTS = [f"{axis}{number}" for number in range(1, 6) for axis in "xy"]
 
 def run(options: argparse.Namespace) -> None:
     """Detect, align and write the lists; a picture without a face is listed, and ends nothing."""
-    names = _pictures(options.folder, options.out)
+    names = list_pictures(options.folder)
+    if options.out.resolve().is_relative_to(options.folder.resolve()):
+        raise ValueError(
+            f"{options.out}: the crops must not be below {options.folder}, or the next run would take them for photographs"
+        )
+    check_distinct(options.folder, names, [name.removesuffix(Path(name).suffix) for name in names])
     if options.sheet is not None:
         _check_sheet(options)
     detector = open_detector(options)
@@ -203,15 +208,6 @@ def run(options: argparse.Namespace) -> None:
         f"{options.out}: {faces} faces of {len(names) - len(rejected)} pictures, {options.size} x {options.size}{listed}; "
         f"{len(names) - new} pictures were done already"
     )
-
-
-def _pictures(folder: Path, out: Path) -> list[str]:
-    """Return the pictures below a folder; an error for names whose crops would be the same file, before any work is done."""
-    names = list_pictures(folder)
-    if out.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{out}: the crops must not be below {folder}, or the next run would take them for photographs")
-    check_distinct(folder, names, [name.removesuffix(Path(name).suffix) for name in names])
-    return names
 
 
 def _check_sheet(options: argparse.Namespace) -> None:
