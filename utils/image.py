@@ -178,7 +178,7 @@ def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
 
 
 def resize_square(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Return square pixels (H, H, 3) uint8 as (size, size, 3): means over areas to shrink, bilinear to enlarge."""
+    """Return pixels (H, W, 3) uint8, mostly square, as (size, size, 3): means over areas to shrink, bilinear to enlarge."""
     interpolation = cv2.INTER_AREA if size < len(pixels) else cv2.INTER_LINEAR
     return cv2.resize(pixels, (size, size), interpolation=interpolation)
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import cv2
 import numpy as np
 
-from ..image import to_png
+from ..image import resize_square, to_png
 from ..text import printable
 
 
@@ -64,7 +63,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, across
         _write(canvas, caption, begin, top - 5, width - 3 * _GAP)
         for column, picture in enumerate(pictures[:columns]):
             left = begin + column * (side + _GAP)
-            canvas[top : top + side, left : left + side] = _resized(picture, side)
+            canvas[top : top + side, left : left + side] = resize_square(picture, side)
     return to_png(canvas)
 
 
@@ -81,7 +80,7 @@ def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[st
         for column, (picture, texts) in enumerate(row):
             top, left = number * height, column * (side + _GAP) + (_APART if column else _GAP)
             if picture is not None:
-                canvas[top : top + side, left : left + side] = _resized(picture, side)
+                canvas[top : top + side, left : left + side] = resize_square(picture, side)
             for line, text in enumerate(texts, 1):
                 _write(canvas, text, left, top + side + line * _CAPTION - 5, side)
     return to_png(canvas)
@@ -118,11 +117,6 @@ def _fitted(text: str, length: Callable[[str], float], width: float) -> str:
     if length(text) <= width:
         return text
     return next((cut for end in range(len(text) - 1, 0, -1) if length(cut := f"{text[:end]}..") <= width), "..")
-
-
-def _resized(picture: np.ndarray, side: int) -> np.ndarray:
-    how = cv2.INTER_AREA if min(picture.shape[:2]) > side else cv2.INTER_LINEAR
-    return cv2.resize(picture, (side, side), interpolation=how)
 
 
 def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
