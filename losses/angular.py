@@ -22,8 +22,7 @@ class LiArcFace(Margin):
 
     s (pi - 2 (theta + m)) / pi for the target class, s (pi - 2 theta_j) / pi for the others; `margin` is m, in radians.
 
-    Source: Li et al., "AirFace", ICCVW 2019, https://arxiv.org/abs/1907.12256. It is linear in the angle, which
-    its authors made for small networks and embeddings.
+    Source: Li et al., "AirFace", ICCVW 2019, https://arxiv.org/abs/1907.12256.
     """
 
     family = "angles"

@@ -113,12 +113,8 @@ class WeightAverage:
         self._source, self.decay = network, decay  # d of late steps, in (0, 1)
         self.network = copy.deepcopy(network).requires_grad_(False).eval()  # the average
         self.updates = torch.zeros((), dtype=torch.int64, device=next(network.parameters()).device)  # t
-        pairs = list(zip(self._tensors(self.network), self._tensors(network), strict=True))
-        self._averaged = [(mean, value) for mean, value in pairs if mean.is_floating_point()]
-
-    @staticmethod
-    def _tensors(network: nn.Module) -> list[Tensor]:
-        return [*network.parameters(), *network.buffers()]
+        tensors = ([*one.parameters(), *one.buffers()] for one in (self.network, network))
+        self._averaged = [(mean, value) for mean, value in zip(*tensors, strict=True) if mean.is_floating_point()]
 
     def begin(self) -> None:
         """Begin again, with the weights as they are now."""

@@ -216,7 +216,7 @@ class LateValues:
     """The steps whose numbers are not read yet, oldest first."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[StepValues, Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[int, StepResult, Tensor, torch.cuda.Event | None]] = deque()
 
     def post(self, step: int, result: StepResult) -> None:
         """Start to copy the numbers of a step to the host."""
@@ -226,17 +226,16 @@ class LateValues:
             numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        values = StepValues(step, dict.fromkeys(result.losses, 0.0), 0.0, 0.0, 0.0, True, result.embeddings)
-        self._waiting.append((values, numbers, copied))
+        self._waiting.append((step, result, numbers, copied))
 
     def take(self, before: int) -> list[StepValues]:
         """Return the steps before `before` that were not taken yet; wait for the device where it still computes them."""
         taken = []
-        while self._waiting and self._waiting[0][0].step < before:
-            values, numbers, copied = self._waiting.popleft()
+        while self._waiting and self._waiting[0][0] < before:
+            step, result, numbers, copied = self._waiting.popleft()
             if copied is not None:
                 copied.synchronize()
             loss, grad_norm, loss_scale, good, *losses = numbers.tolist()
-            by_task = dict(zip(values.losses, losses, strict=True))
-            taken.append(values._replace(loss=loss, grad_norm=grad_norm, loss_scale=loss_scale, good=good > 0, losses=by_task))
+            by_task = dict(zip(result.losses, losses, strict=True))
+            taken.append(StepValues(step, by_task, loss, grad_norm, loss_scale, good > 0, result.embeddings))
         return taken

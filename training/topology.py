@@ -50,16 +50,12 @@ def topology_loss(images: Tensor, embeddings: Tensor, rank: int, collectives: Co
     centred = shared - shared.mean(dim=0)  # smaller numbers, smaller rounding errors of their squares
     first, second = spanning_tree(torch.cdist(centred, centred))
     lengths = (every[first] - every[second]).norm(dim=1)
-    distances = _image_distances(images.flatten(1), collectives)
-    return (distances[spanning_tree(distances)].sort().values - lengths.sort().values).square().sum() / len(shared)
-
-
-def _image_distances(own: Tensor, collectives: Collectives) -> Tensor:
-    """Return (B, B) distances from this rank's pixels (b, n) uint8, from 0 to 1."""
+    own = images.flatten(1)
     values = own.float() - 127.5
     blocks = collectives.all_gather(own).split(len(own))
     rows = torch.cat([torch.cdist(values, block.float() - 127.5) for block in blocks], dim=1)
-    return collectives.all_gather(rows) / (255 * math.sqrt(own.shape[1]))
+    distances = collectives.all_gather(rows) / (255 * math.sqrt(own.shape[1]))  # (B, B), from 0 to 1
+    return (distances[spanning_tree(distances)].sort().values - lengths.sort().values).square().sum() / len(shared)
 
 
 def spanning_tree(distances: Tensor) -> tuple[Tensor, Tensor]:
