@@ -45,11 +45,7 @@ _WORDS = {"data.labels": ("offset", "same"), "checkpoint.resume": ("auto", "neve
 
 
 def shared_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, by dotted key, that must be equal in all processes of a run: all but paths and resources.
-
-    Args:
-        config: the merged configuration, as plain dicts and lists.
-    """
+    """Return what must be equal in all processes of a plain configuration, by dotted key: all but paths and resources."""
     settings: dict[str, Any] = {}
     for section, values in sections(config).items():
         for name, value in values.items():

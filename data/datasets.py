@@ -265,11 +265,7 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
 
 
 def open_set(path: str | os.PathLike[str], cache: str | None = None, loose: bool = False) -> FaceDataset:
-    """Return the set at a path, which may hold train.rec, *.tar or sub-folders of images, or be a list file.
-
-    Args:
-        loose: of FolderDataset.
-    """
+    """Return the set at a path: with train.rec, *.tar or sub-folders of images, or a list file; `loose` is of FolderDataset."""
     place = Path(path)
     if place.is_dir():
         if (place / "train.rec").exists():

@@ -43,13 +43,9 @@ class SalvagedHeaders(NamedTuple):
 
 
 def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = lambda count: None) -> Sound:
-    """Return the sound records of a file, in one pass over the whole file.
+    """Return the sound records of a file, found in one pass over it; ValueError if there is no such file.
 
-    Args:
-        advance: called with the number of bytes searched since the last call.
-
-    Raises:
-        ValueError: no such file.
+    `advance` is called with the number of bytes searched since its last call.
     """
     with reading(path):
         size = check_file(path)

@@ -145,11 +145,7 @@ class SampleOrder:
 
 
 def check_batch(batch_size: int, accumulation: int, world_size: int, key: str = "train.batch_size") -> None:
-    """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm.
-
-    Args:
-        key: of the batch size.
-    """
+    """Raise ValueError, which names the `key`, unless each rank and micro-batch gets equally many images, 2 at least."""
 
     def fits(images: int, parts: int) -> bool:
         return images % parts == 0 and images // parts >= 2

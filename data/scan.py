@@ -192,11 +192,9 @@ class Scan:
 
 
 def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True) -> Scan:
-    """Read and decode the images `indices` (n,) of a set with a progress bar; damage is recorded, never raised.
+    """Read and decode the images `indices` (n,) of a set in threads, with a progress bar; damage is recorded, never raised.
 
-    Args:
-        threads: number of threads that read and decode.
-        hashes: False leaves digest and dhash 0.
+    Without `hashes`, digest and dhash stay 0.
     """
     count = len(indices)
     num_bytes, height, width = (np.zeros(count, dtype) for dtype in (np.int64, np.int32, np.int32))

@@ -227,11 +227,7 @@ class Margin(nn.Module):
         """
 
     def refresh(self, numbers: Mapping[str, Tensor], step: int, good: Tensor, ranks: Ranks) -> None:
-        """Recompute numbers of all classes after an optimizer step, the step-th, counted from 1.
-
-        Args:
-            good: as in `collect`.
-        """
+        """Recompute numbers of all classes after the step-th optimizer step, counted from 1; `good` is as in `collect`."""
 
     @property
     def logit_bound(self) -> float:

@@ -7,14 +7,7 @@ from utils.text import did_you_mean
 
 
 def number_in(key: str, value: float, low: float, high: float, note: str = "") -> float:
-    """Return value.
-
-    Args:
-        note: follows the rule, with a space: what the number means.
-
-    Raises:
-        ValueError: value is not in [low, high], or it is not finite.
-    """
+    """Return value; ValueError, with `note` behind the rule, if it is not finite, or not in [low, high]."""
     if not (low <= value <= high and math.isfinite(value)):  # false of nan
         rule = f"{low:g} or more" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{key} must be {rule}{note}, got {value}")

@@ -123,11 +123,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, good: Tensor) -> None:
-        """Take the weights after an optimizer step into the average; on CUDA the host waits for nothing.
-
-        Args:
-            good: () bool on the device, whether the step was taken; after one that was skipped nothing changes.
-        """
+        """Take the weights of a step into the average, unless `good`, () bool, is False; the host waits for nothing."""
         self.updates += good
         count = self.updates.double()
         share = (1.0 - ((1.0 + count) / (10.0 + count)).clamp(max=self.decay)) * good

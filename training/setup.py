@@ -125,11 +125,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
 def signature_of(
     config: EasyDict, tasks: list[Task], prints: dict[str, dict[str, int | str]], teacher: Teacher | None
 ) -> dict[str, Any]:
-    """Return what a checkpoint must have been trained on for this run to resume from it.
-
-    Args:
-        prints: the fingerprint of the data of each task.
-    """
+    """Return what a checkpoint must have been trained on to be resumed; `prints` are the fingerprints of the tasks' data."""
     several = {}
     for task in tasks:
         counts = {"num_classes": task.dataset.num_classes, "num_images": task.dataset.num_images}

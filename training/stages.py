@@ -24,9 +24,6 @@ class Stage(NamedTuple):
 def head_stages(head: Any, loss: Any, steps_per_epoch: float) -> list[Stage]:
     """Return the stages that the section `head` names, the first from step 0 on; [] if nothing changes.
 
-    Args:
-        head, loss: the sections of the configuration.
-
     Raises:
         ValueError: the loss has no such argument, or two stages begin in the same step.
     """

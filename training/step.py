@@ -108,12 +108,7 @@ def train_step(
 def forward_backward(
     model: Model, parallel: nn.Module, tasks: Sequence[Task], prepared: PreparedStep, accumulation: int, world: World
 ) -> tuple[Tensor, dict[str, Tensor], list[list[Tensor]]]:
-    """Leave the gradients of an optimizer step in backbone and heads; return loss, losses and embeddings of `StepResult`.
-
-    Args:
-        parallel: the backbone behind distributed.as_data_parallel.
-        prepared: this rank's images of the step, of each task.
-    """
+    """Leave the gradients of an optimizer step in backbone and heads; return loss, losses and embeddings of `StepResult`."""
     batches = prepared.batches
     for task, plan in zip(tasks, prepared.plans, strict=True):
         model.heads[task.name].begin_step(plan, prepared.number)

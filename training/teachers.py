@@ -102,11 +102,7 @@ class Teacher(NamedTuple):
     projection: Projection | None = None  # for the embedding loss, of a run; None = the embeddings have the student's size
 
     def on(self, device: torch.device, average: nn.Module | None, head: PartialFC) -> "Teacher":
-        """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
-
-        Args:
-            head: of the run, with the size of its embeddings, and the classes of the loss of the logits.
-        """
+        """Return the teacher on the device of the run, for its `head`, or the average of its weights if that is the teacher."""
         if self.identity == AVERAGE:
             assert average is not None, "a rule asks for train.ema"
             return self._replace(network=average)
@@ -212,13 +208,9 @@ class _Options(Parser):
 
 
 def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
-    """Return the teacher of a configuration, on the CPU; None if there is none.
+    """Return the teacher of a configuration, on the CPU, None if there is none; ValueError if it cannot be read.
 
-    Args:
-        dataset: the training set, of which a table must be.
-
-    Raises:
-        ValueError: it cannot be read.
+    A table must be of the training set, `dataset`.
     """
     section, size, dim = config.teacher, config.data.image_size, config.backbone.embedding_size
     losses = {f"{PREFIX}{name}": section[name] for name in ("embedding", "relations", "logits") if section[name]}

@@ -40,9 +40,7 @@ def topology_bytes(backbone: nn.Module, rows: int, count: int, image_size: int, 
 def topology_loss(images: Tensor, embeddings: Tensor, rank: int, collectives: Collectives) -> Tensor:
     """Return the loss () of all ranks, whose gradient is this rank's part of its gradient. A collective call.
 
-    Args:
-        images: (b, H, W, 3) uint8, b the same on all ranks.
-        embeddings: (b, D) float32, of these images.
+    The images are (b, H, W, 3) uint8, b the same on all ranks, and their embeddings (b, D) float32.
     """
     shared = collectives.all_gather(embeddings.detach())
     before, _, after = shared.tensor_split((rank * len(embeddings), (rank + 1) * len(embeddings)))

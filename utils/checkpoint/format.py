@@ -295,10 +295,7 @@ def prune(run_folder: Path, keep: RetentionPolicy) -> list[str]:
 def best_checkpoint(checkpoints: list[Path]) -> Path | None:
     """Return the checkpoint with the highest score (the newest if several are equal), None if none has a score.
 
-    If the run changed its metric or its sets, only the scores that are comparable with the newest one count.
-
-    Args:
-        checkpoints: of one run, oldest first.
+    They are of one run, oldest first. If it changed its metric or its sets, only scores comparable with the newest one count.
     """
     scored = [(path, manifest) for path in checkpoints if (manifest := read_manifest(path)).get("score") is not None]
     if not scored:

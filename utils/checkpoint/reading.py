@@ -66,11 +66,7 @@ def shards_of(checkpoint: Path, num_classes: int, head: str = SOFTMAX) -> list[t
 
 
 def slot_faults(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> list[str]:
-    """Return a line for each run of slots that is in no range, in several ranges, or beyond [start, stop).
-
-    Args:
-        ranges: (first slot, last slot) of each file, sorted.
-    """
+    """Return a line for each run of slots in none or several of the sorted `ranges` [first, last), or beyond [start, stop)."""
     lines, reached = [], start
     for low, high in ranges:
         if low != reached:

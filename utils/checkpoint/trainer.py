@@ -108,7 +108,6 @@ def load_optimizer(
     """Load a saved state, but keep this optimizer's settings, which come from the configuration.
 
     Args:
-        module: the network whose parameters it optimizes.
         saved_names: the names of the parameters in the state, in its order; None = the trainable ones in module order.
 
     Raises:

@@ -258,14 +258,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return copy
 
     def advance(self, any_writing: bool) -> None:
-        """Take the next step of the save under way, unless there is none or a rank still writes.
-
-        Args:
-            any_writing: whether `is_writing` held on any rank, the same answer on all of them.
-
-        Raises:
-            SharedError: as for `save`.
-        """
+        """Take the next step of the save under way, unless `is_writing` held on any rank; SharedError as for `save`."""
         if self._job is None or any_writing:
             return
         failure = self._job.exception()
