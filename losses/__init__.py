@@ -25,29 +25,11 @@ from .sphereface import SphereFace, SphereFaceR
 from .sphereface2 import SphereFace2
 from .uniface import UniFace
 
-MARGINS: dict[str, type[Margin]] = {
-    "normface": NormFace,
-    "cosface": CosFace,
-    "arcface": ArcFace,
-    "combined": Combined,
-    "sphereface": SphereFace,
-    "sphereface_r": SphereFaceR,
-    "sphereface2": SphereFace2,
-    "uniface": UniFace,
-    "curricularface": CurricularFace,
-    "mv_softmax": MVSoftmax,
-    "arcnegface": ArcNegFace,
-    "npcface": NPCFace,
-    "adacos": AdaCos,
-    "adaptiveface": AdaptiveFace,
-    "adaface": AdaFace,
-    "magface": MagFace,
-    "elasticface": ElasticFace,
-    "kappaface": KappaFace,
-    "circle": Circle,
-    "li_arcface": LiArcFace,
-    "qamface": QAMFace,
-}
+_CLASSES: tuple[type[Margin], ...] = (
+    *(NormFace, CosFace, ArcFace, Combined, SphereFace, SphereFaceR, SphereFace2, UniFace, CurricularFace, MVSoftmax),
+    *(ArcNegFace, NPCFace, AdaCos, AdaptiveFace, AdaFace, MagFace, ElasticFace, KappaFace, Circle, LiArcFace, QAMFace),
+)
+MARGINS = {margin.published[0].name: margin for margin in _CLASSES}
 
 
 def margin_arguments(name: str) -> dict[str, Any]:

@@ -73,15 +73,8 @@ class SphereFace2(Margin):
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return s (g(c) + m) + b."""
-        return negatives_of(
-            "power",
-            cosine,
-            straight=self.gradient == "straight_through",
-            scale=self.scale,
-            slope=self.t,
-            constant=self.share * self.margin,
-            offset=state["bias"],
-        )
+        straight, constant = self.gradient == "straight_through", self.share * self.margin
+        return negatives_of("power", cosine, straight, scale=self.scale, slope=self.t, constant=constant, offset=state["bias"])
 
     def negative_offset(self, state: State) -> Tensor:
         """Return b, ()."""

@@ -354,7 +354,7 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
     (tmp_path / "losses" / "toy.py").write_text(TOY)
     for file, before, after in (
         ("losses/__init__.py", "from .uniface", "from .toy import Toy\nfrom .uniface"),
-        ("losses/__init__.py", '    "qamface": QAMFace,\n', '    "qamface": QAMFace,\n    "toy": Toy,\n'),
+        ("losses/__init__.py", "LiArcFace, QAMFace)", "LiArcFace, QAMFace, Toy)"),
         ("tests/loss_references.py", None, TOY_REFERENCE),
         ("tests/loss_cases.py", '    "uniface": _same', '    "toy": _same(loss_references.toy, 1.0),\n    "uniface": _same'),
         ("tests/loss_cases.py", "import torch\n", "import loss_references\nimport torch\n"),
