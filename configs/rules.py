@@ -57,34 +57,41 @@ CHOICES = {
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6", "rank_1"),
 }
 
+_SHARES = (
+    "augment.affine", "augment.affine_shift", "augment.crop", "augment.low_resolution", "augment.photometric",
+    "augment.photometric_strength", "augment.blur", "augment.grayscale", "augment.jpeg", "augment.cutout",
+    "head.sample_rate", "head.interclass_filtering_threshold", "schedule.factor",
+)  # fmt: skip
+_COUNTS = (
+    "data.num_classes", "data.num_images", "head.chunk", "eval.every", "checkpoint.every", "checkpoint.keep_every",
+    "checkpoint.keep_best", "checkpoint.max_failed_saves",
+)  # fmt: skip
+_COUNTS_FROM_1 = ("data.block", "data.window", "head.neighbours_every", "checkpoint.keep_last", "log.every")
+_RATES = (
+    "head.lr_factor", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.clip_value", "schedule.min_lr"
+)  # fmt: skip
+_WEIGHTS = (
+    "loss.topology", "schedule.power", "schedule.warmup_epochs", "teacher.embedding", "teacher.relations", "teacher.logits",
+)  # fmt: skip
 # key -> (smallest, largest), inclusive. No use needs more than 2**40 or 1e30; larger values would overflow a dtype or a date
 RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(_SHARES, (0, 1)),
+    **dict.fromkeys(_COUNTS, (0, 2**40)),
+    **dict.fromkeys(_COUNTS_FROM_1, (1, 2**40)),
+    **dict.fromkeys(_RATES, (0, 1e30)),
+    **dict.fromkeys(_WEIGHTS, (0, 1e6)),
     "run.seed": (0, 2**62),
     "run.threads": (0, 4096),
     "data.image_size": (48, 448),
-    "data.num_classes": (0, 2**40),
-    "data.num_images": (0, 2**40),
-    "data.block": (1, 2**40),
-    "data.window": (1, 2**40),
     "data.max_bad_fraction": (0, 0.999),
     "data.threads": (1, 256),
     "data.prefetch": (1, 1024),
-    "augment.affine": (0, 1),
     "augment.affine_degrees": (0, 180),
     "augment.affine_scale": (0, 0.9),
-    "augment.affine_shift": (0, 1),
-    "augment.crop": (0, 1),
     "augment.crop_area": (0.01, 1),
-    "augment.low_resolution": (0, 1),
     "augment.low_resolution_side": (0.02, 1),
-    "augment.photometric": (0, 1),
-    "augment.photometric_strength": (0, 1),
-    "augment.blur": (0, 1),
     "augment.blur_sigma": (0.2, 50),
-    "augment.grayscale": (0, 1),
-    "augment.jpeg": (0, 1),
     "augment.jpeg_quality": (1, 95),
-    "augment.cutout": (0, 1),
     "augment.cutout_side": (0.01, 1),
     "backbone.train_last": (0, 10_000),
     "backbone.lora_rank": (0, 4096),
@@ -92,46 +99,22 @@ RANGES: dict[str, tuple[float, float]] = {
     "compatible.weight": (0, 1000),
     "loss.focal": (0, 10),
     "loss.label_smoothing": (0, 0.999),
-    "loss.topology": (0, 1e6),
-    "head.sample_rate": (0, 1),
     "head.sub_centers": (1, 64),
     "head.neighbours": (1, 1000),
-    "head.neighbours_every": (1, 2**40),
     "head.neighbours_probes": (1, 16384),
-    "head.interclass_filtering_threshold": (0, 1),
-    "head.lr_factor": (0, 1e30),
     "head.weight_decay": (-1, 1e30),
-    "head.chunk": (0, 2**40),
     "head.cache_mb": (-1, 2**40),
-    "optimizer.lr": (0, 1e30),
     "optimizer.momentum": (0, 0.9999),
     "optimizer.beta2": (0, 0.999999),
-    "optimizer.weight_decay": (0, 1e30),
-    "optimizer.clip_norm": (0, 1e30),
-    "optimizer.clip_value": (0, 1e30),
     "optimizer.layer_decay": (0.01, 1),
-    "schedule.power": (0, 1e6),
-    "schedule.min_lr": (0, 1e30),
-    "schedule.factor": (0, 1),
     "schedule.warmup_steps": (0, 99_999_999),
-    "schedule.warmup_epochs": (0, 1e6),
     "train.max_steps": (0, 99_999_999),  # the name of a checkpoint has eight digits
     "train.ema": (0, 0.99999),
     "train.batch_size": (1, 2**31),
     "train.accumulation": (1, 2**31),
-    "teacher.embedding": (0, 1e6),
-    "teacher.relations": (0, 1e6),
-    "teacher.logits": (0, 1e6),
     "teacher.temperature": (0.01, 1000),
-    "eval.every": (0, 2**40),
     "eval.batch_size": (1, 2**31),
-    "checkpoint.every": (0, 2**40),
-    "checkpoint.keep_last": (1, 2**40),
-    "checkpoint.keep_every": (0, 2**40),
-    "checkpoint.keep_best": (0, 2**40),
     "checkpoint.every_minutes": (0, 1e9),
-    "checkpoint.max_failed_saves": (0, 2**40),
-    "log.every": (1, 2**40),
 }
 
 _LARGEST = {"run.timeout_minutes": 1e6, "train.epochs": 1e6, "backbone.lora_alpha": 1e6}
