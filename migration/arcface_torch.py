@@ -52,12 +52,8 @@ def import_checkpoint(options: argparse.Namespace) -> None:
         )
     centres = Centres(source, num_classes, network.embedding_size, options.seed, kind == "adamw")
     trainer = {"optimizer": optimizer.state_dict(), "scaler": LossScaler(enabled=True).state_dict(), "margin": {}}
-    run_signature = {
-        "backbone": [network.name, network.embedding_size, network.width],
-        "num_classes": num_classes,
-        "seed": options.seed,
-    }
     sections = {"name": network.name, "embedding_size": network.embedding_size, "width": network.width}
+    run_signature = {"backbone": list(sections.values()), "num_classes": num_classes, "seed": options.seed}
     facts: dict[str, Any] = {"step": step, "world_size": options.ranks, "run_signature": run_signature, "score": None}
     facts["config"] = {"backbone": sections, "run": {"seed": options.seed}}  # all that evaluation needs
     final = write(options.run, network, centres, trainer, facts)

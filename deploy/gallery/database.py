@@ -31,6 +31,8 @@ _SMALLEST = 512  # bytes of a database; SQLite takes a shorter file for an empty
 _LAST_NUMBER = 1 << 53  # of an image or a person; SQLite has no room for new ones after 2^63 - 1
 _COPY = "; the file was left as it is: take a copy of the gallery, or enrol into a new one"
 ADAPTED = " adapted "
+# secure_delete: deleted rows are overwritten with zeros
+_PRAGMAS = "trusted_schema=0 cell_size_check=1 mmap_size=0 temp_store=MEMORY synchronous=EXTRA secure_delete=1 foreign_keys=1"
 _TABLES = (
     """CREATE TABLE facts (
     id INTEGER PRIMARY KEY CHECK (id = 1),
@@ -224,15 +226,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     )
     if hasattr(database, "setlimit"):  # from Python 3.11 on
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_FACE + (1 << 16))
-    for setting in (
-        "trusted_schema = OFF",
-        "cell_size_check = ON",
-        "mmap_size = 0",
-        "temp_store = MEMORY",
-        "synchronous = EXTRA",
-        "secure_delete = ON",  # deleted rows are overwritten with zeros
-        "foreign_keys = ON",
-    ):
+    for setting in _PRAGMAS.split():
         database.execute(f"PRAGMA {setting}")
     return database
 
