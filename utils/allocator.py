@@ -74,13 +74,9 @@ def read_ahead(tensor: Tensor, low: int, high: int) -> None:
 
 @functools.cache
 def _madvise() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function
 
 
