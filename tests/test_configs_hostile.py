@@ -33,7 +33,6 @@ TEXTS = {
     "tagged 5000 digits": f"train: {{batch_size: !!int {'9' * 5000}}}",
     "400 digits as a rate": f"optimizer: {{lr: {'9' * 400}}}",
     "tagged digits as a rate": f"optimizer: {{lr: !!int {'9' * 400}}}",
-    "leading zero": "train: {batch_size: 010}",
     "a long mapping": "train: {" + "a: 1, " * 50_000 + "}",
     "a merge of text": "train: {<<: x}",
     "a circle": "train: &a {batch_size: *a}",
@@ -52,7 +51,6 @@ WORDS = {
     "400 digits": "got '99999999999999999999... (400 characters)'",
     "5000 digits": "got '99999999999999999999... (5000 characters)'",
     "a long mapping": "it has 300,009 characters, and may have 262,144 at most",
-    "leading zero": "train.batch_size must be a whole number, got 010; write it without the leading zero",
 }
 
 

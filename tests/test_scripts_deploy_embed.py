@@ -39,7 +39,7 @@ from eval.networks import add_network_arguments
 from scripts.analysis.pairs import main as find_pairs
 from scripts.deploy import embed
 from scripts.deploy.embed import main
-from utils.allocator import keep_freed_memory, out_of_memory
+from utils.allocator import keep_freed_memory
 from utils.checkpoint.tensor_file import write_tensors
 from utils.image import to_png
 
@@ -554,12 +554,6 @@ ERRORS: dict[str, tuple[Exception, str]] = {
 
 def _fail(name: str) -> None:
     raise ERRORS[name][0]
-
-
-def test_a_full_memory_is_known_by_what_its_allocator_raises():
-    assert {name: out_of_memory(error) for name, (error, _) in ERRORS.items()} == {
-        name: words == "the memory is full" for name, (_, words) in ERRORS.items()
-    }
 
 
 @pytest.mark.parametrize("processes", [1, 2])

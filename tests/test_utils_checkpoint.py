@@ -37,6 +37,8 @@ def test_what_is_saved_is_read_back(tmp_path: Path):
     assert reading.read_backbone(path)["steps"].item() == 5
     assert reading.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].tolist() == [1, 1]
     assert ckpt.read_manifest(path)["step"] == 7
+    with pytest.raises(ValueError, match=r"its manifest does not list ema\.safetensors"):
+        reading.read_file(path, ckpt.EMA)
 
 
 def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
