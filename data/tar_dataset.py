@@ -137,13 +137,10 @@ class _Member(tarfile.TarInfo):
                     raise _DamagedHeaderError(f"byte {begin}: a sparse file, which no image is")
             file.seek(begin)
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the zeros at the end
-            raise
-        except tarfile.HeaderError as error:
-            if begin == 0 or isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
+        except (tarfile.HeaderError, ValueError) as error:  # ValueError: a number that tarfile cannot parse
+            ends = isinstance(error, (tarfile.EOFHeaderError, tarfile.EmptyHeaderError))  # type: ignore[attr-defined]
+            if ends or (begin == 0 and isinstance(error, tarfile.HeaderError)):  # the zeros at the end, or no tar file
                 raise
-            raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
-        except ValueError as error:  # a number that tarfile cannot parse
             raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
         finally:
             tar.chain -= 1
