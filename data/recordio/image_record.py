@@ -159,12 +159,8 @@ class IndexedRecordFile:
     def _headers_of(self, positions: np.ndarray) -> Headers:
         words = np.frombuffer(self.file.view, dtype="<u4", count=self.file.size // 4)
         offsets = self.offsets[positions]
-        first = offsets // 4
-
-        def word(i: int) -> np.ndarray:
-            return words[np.minimum(first + i, len(words) - 1)]
-
-        magic, part, flags, label, vector = (word(i) for i in (0, 1, 2, 3, 8))
+        places = offsets // 4 + np.array([[0], [1], [2], [3], [8]])
+        magic, part, flags, label, vector = words[np.minimum(places, len(words) - 1)]
         lengths = (part & MAX_LENGTH).astype(np.int64)
         flags = flags.astype(np.int64)
         labels = np.where(flags > 0, vector, label).view("<f4")
