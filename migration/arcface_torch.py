@@ -106,19 +106,16 @@ class Centres:
     def planned(self, start: int, stop: int, advance: Callable[[int], object]) -> dict[str, Planned]:
         """Return the tensors of the slots [start, stop); `advance` is called with the rows done."""
 
-        def blocks(read: Callable[[int, int], Tensor]) -> Callable[[], Iterator[Tensor]]:
-            def rows() -> Iterator[Tensor]:
-                for low in range(start, stop, _ROWS_AT_ONCE):
-                    high = min(low + _ROWS_AT_ONCE, stop)
-                    yield read(low, high)
-                    advance(high - low)
+        def blocks(read: Callable[[int, int], Tensor]) -> Iterator[Tensor]:
+            for low in range(start, stop, _ROWS_AT_ONCE):
+                high = min(low + _ROWS_AT_ONCE, stop)
+                yield read(low, high)
+                advance(high - low)
 
-            return rows
-
-        plans = {"centres": Planned(torch.float32, (stop - start, self.dim), blocks(self._centres))}
+        plans = {"centres": Planned(torch.float32, (stop - start, self.dim), partial(blocks, self._centres))}
         for name, rows in self.others.items():
             shape, dtype = ((stop - start,), torch.int32) if name == "updates" else ((stop - start, self.dim), torch.float32)
-            plans[name] = Planned(dtype, shape, blocks(partial(_finite_rows, rows, name, self._classes)))
+            plans[name] = Planned(dtype, shape, partial(blocks, partial(_finite_rows, rows, name, self._classes)))
         return plans
 
     def _classes(self, low: int, high: int) -> np.ndarray:
