@@ -43,16 +43,10 @@ from .report import format_table, write_report
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face eval", __doc__)
     add_network_arguments(parser, newest=True)
-    parser.add_argument(
-        "--targets",
-        nargs="+",
-        metavar="SET",
-        help="sets to score: names in --data, paths, ijbb:DIR, ijbc:DIR, identify:DIR; default: those of the run's config",
-    )
+    sets = "sets to score: names in --data, paths, ijbb:DIR, ijbc:DIR, identify:DIR; default: those of the run's config"
+    parser.add_argument("--targets", nargs="+", metavar="SET", help=sets)
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="for page, pictures and results (default: RUN/evaluation, if RUN is a run)"
-    )
+    parser.add_argument("--report", type=Path, metavar="DIR", help="for page, pictures and results (default: RUN/evaluation)")
     return run_main(run, parser.parse_args(arguments))
 
 

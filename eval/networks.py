@@ -78,9 +78,7 @@ class Network(NamedTuple):
 def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False, positional: bool = True) -> None:
     """Add the arguments that `load_network` reads, and those of the forward pass; see `add_choice_of_network`."""
     add_choice_of_network(parser, newest, positional)
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, default="fp32", help="default fp32; auto: bf16 where all devices are fast at it"
-    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="auto: bf16 where all devices are fast at it")
     parser.add_argument("--batch-size", type=int_in_range(1), default=256, help="images per forward pass and process")
     parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="decoder threads per process")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
@@ -103,17 +101,12 @@ def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False,
     choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights, of a run with train.ema")
     parser.add_argument("--backbone", metavar="NAME", help="for a weights file: its network, such as r50 or vit_t")
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
-        "send your files. Use this only for files whose author you trust",
-    )
+    trust = "load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
+    trust += "send your files. Use this only for files whose author you trust"
+    parser.add_argument("--trust-code", action="store_true", help=trust)
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: its backbone.width")
-    parser.add_argument(
-        "--image-size", type=int_in_range(16, 1024), metavar="S", help=f"for a file that does not say (default {IMAGE_SIZE})"
-    )
+    parser.add_argument("--image-size", type=int_in_range(16, 1024), help=f"if a file does not say (default {IMAGE_SIZE})")
     parser.add_argument("--colour", choices=("rgb", "bgr"), help="order of the channels (default: what the file says, or rgb)")
     parser.add_argument("--input-mean", type=float, help="trained on (x - mean) / std (default: what the file says, or 127.5)")
     parser.add_argument("--input-std", type=float, help="the std of this formula (default: what the file says, or 127.5)")

@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file to write")
     parser.add_argument("--calibrate", type=Path, metavar="TABLE", help="labelled faces of other people, for --far")
     parser.add_argument("--far", type=rate_text, metavar="FAR", help="share of the pairs of two people there that pass")
-    parser.add_argument(
-        "--threshold", type=number_in_range(-0.9999, 1, "a cosine"), metavar="COSINE", help="instead of --calibrate and --far"
-    )
+    parser.add_argument("--threshold", type=number_in_range(-0.9999, 1, "a cosine"), metavar="COSINE", help="instead of --far")
     parser.add_argument("--set", type=Path, help="set or folder that was embedded: OUT.html shows its pictures")
     parser.add_argument("--to-rec", type=Path, metavar="DIR", help="folder of a new RecordIO set, from --set")
     parser.add_argument("--min-images", type=int_in_range(2), help="of a cluster that goes into it (default: 2)")

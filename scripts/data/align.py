@@ -36,11 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
     parser.add_argument("--upright", action="store_true", help=UPRIGHT)
-    parser.add_argument(
-        "--listed",
-        action="store_true",
-        help="only pictures whose path below FOLDER is in LANDMARKS; without it, others are an error",
-    )
+    parser.add_argument("--listed", action="store_true", help="pass over pictures that LANDMARKS does not name; else an error")
     parser.add_argument("--overwrite", action="store_true", help="replace crops that OUT has; else those of this size are kept")
     parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")

@@ -31,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help=".npy file")
     add_detector_arguments(parser, required=True)
-    parser.add_argument(
-        "--size", type=int_in_range(16, 1024), default=IMAGE_SIZE, help="height and width of the images, pixels"
-    )
+    parser.add_argument("--size", type=int_in_range(16, 1024), default=IMAGE_SIZE, help="height and width in pixels")
     add_threads(parser)
     return run_main(find, parser.parse_args(arguments))
 

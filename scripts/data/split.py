@@ -28,12 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face data split", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
-    parser.add_argument(
-        "--held-out",
-        type=_number,
-        help="number of identities, or below 1 their share (default: 2 %% of them, but at least 30, or 30 %% if the set has "
-        "fewer than 100, and never fewer than 20)",
-    )
+    default = "2 %% of them, but at least 30, or 30 %% if the set has fewer than 100, and never fewer than 20"
+    parser.add_argument("--held-out", type=_number, help=f"number of identities, or below 1 their share (default: {default})")
     parser.add_argument("--pairs", type=int_in_range(1), help="half of them genuine (default: 6000, or as many as there are)")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the choice (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the files in OUT")

@@ -66,9 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them")
     parser.add_argument("--seed", type=int, default=1, help="another seed is another population")
     parser.add_argument("--processes", type=int, default=0, help="0 = one per core; the result is the same")
-    parser.add_argument(
-        "--landmarks", action="store_true", help="also write landmarks.npy, for data.landmarks: where eyes, nose and mouth are"
-    )
+    parser.add_argument("--landmarks", action="store_true", help="also write landmarks.npy, for data.landmarks")
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was made with other arguments")
     return run_main(make, parser.parse_args(arguments))
 

@@ -35,12 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("new", type=Path, help="network that replaces it, or table")
     parser.add_argument("folder", type=Path, nargs="?", help="pictures, for networks")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".safetensors; the table goes to FILE.md")
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        help="maps to choose among (default: all that fit); identity: as they are, for a network trained with compatible.path",
-    )
+    kinds = "maps to choose among (default: all that fit); identity: as they are, for a network trained with compatible.path"
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help=kinds)
     add_network_arguments(parser, positional=False)
     add_person_arguments(parser)
     add_detector_arguments(parser)

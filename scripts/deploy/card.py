@@ -26,9 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face card", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the card")
-    parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="of this network; default: that of the run's end, if it fits"
-    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="default: that of the run's end, if it is of this network")
     parser.add_argument("--fields", type=Path, metavar="FILE", help="texts that a person wrote; default: card.yaml in DIR")
     return run_main(write_card, parser.parse_args(arguments))
 

@@ -48,11 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_which_argument(parser)
     what = "measure quality by how little dropout changes an embedding, for `face quality`; takes more memory"
     parser.add_argument("--ser-fiq", action="store_true", help=what)
-    parser.add_argument(
-        "--processes",
-        type=int_in_range(1, 1024),
-        help="processes that embed, each with the network in memory (default: one per GPU, or per core; one for few pictures)",
-    )
+    what = "that embed, each with the network in memory (default: one per GPU, or per core; one for few pictures)"
+    parser.add_argument("--processes", type=int_in_range(1, 1024), help=what)
     parser.add_argument("--again", action="store_true", help="begin anew, although OUT or parts of it exist")
     return run_main(run, parser.parse_args(arguments))
 

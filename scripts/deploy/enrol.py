@@ -33,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_person_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser, one=True)
-    parser.add_argument(
-        "--no-pictures", action="store_true", help="keep no faces; another network then needs the pictures again"
-    )
+    parser.add_argument("--no-pictures", action="store_true", help="keep no faces; another network then needs the pictures")
     add_gate_arguments(parser)
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")
     options = parser.parse_intermixed_args(arguments)

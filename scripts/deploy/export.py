@@ -32,24 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=tuple(SUFFIXES), help="form of the file (default: as the name of FILE ends)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx, .pt2 or .xml (OpenVINO)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
-    parser.add_argument(
-        "--pack",
-        choices=("insightface", "hub"),
-        help="insightface: only what its get_model and FaceAnalysis take for a recognition network of their own; hub: "
-        "a folder, FILE, for a model hub, with card, weights, ONNX file and examples",
-    )
+    packs = "insightface: what its get_model and FaceAnalysis take; hub: a folder, FILE, with card, weights, ONNX and examples"
+    parser.add_argument("--pack", choices=("insightface", "hub"), help=packs)
     parser.add_argument("--results", type=Path, metavar="FILE", help="for the card of --pack hub: see face card")
     parser.add_argument("--fields", type=Path, metavar="FILE", help="for the card of --pack hub: see face card")
     parser.add_argument("--with-preprocess", action="store_true", help="take (batch, S, S, 3) uint8 RGB, return unit vectors")
     parser.add_argument("--flip", action="store_true", help="add the embedding of the mirror image, as the evaluation does")
     parser.add_argument("--precision", choices=("fp32", "fp16", "int8"), default="fp32", help="of weights and arithmetic")
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="SET",
-        help="for int8: images for the ranges of activations: a folder with train.rec, *.tar or a sub-folder per person, or a "
-        "list file; default: the run's training set",
-    )
+    images = "for int8: images for the ranges of activations, a set, folders of people or a list (default: the training set)"
+    parser.add_argument("--calibrate", type=Path, metavar="SET", help=images)
     parser.add_argument("--calibration-images", type=int_in_range(1, 100_000), default=256, metavar="N", help="images of it")
     parser.add_argument("--targets", nargs="+", metavar="SET", help="verification sets; default: those of the run's config")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")

@@ -34,20 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face search", __doc__)
     parser.add_argument("words", type=Path, nargs="*", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, videos, folders")
     parser.add_argument("--camera", type=int_in_range(0, 99), metavar="N", help="search what this camera sees, until Ctrl-C")
-    parser.add_argument(
-        "--every", type=int_in_range(1, 10**6), default=1, metavar="N", help="look at one frame in N of a video"
-    )
+    parser.add_argument("--every", type=int_in_range(1, 10**6), default=1, metavar="N", help="look at one video frame in N")
     add_network_arguments(parser, positional=False)
     parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face")
-    parser.add_argument(
-        "--by", choices=("image", "template"), default="image", help="a person's images, or one vector pooled from them"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("norm", "equal"),
-        default="norm",
-        help="of images in a template: by the length of the embedding times the detector's score, as for IJB-C, or equal",
-    )
+    parser.add_argument("--by", choices=("image", "template"), default="image", help="a person's images, or a pooled vector")
+    weights = "of images in a template: the embedding's length times the detector's score, as for IJB-C, or equal"
+    parser.add_argument("--weights", choices=("norm", "equal"), default="norm", help=weights)
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser)

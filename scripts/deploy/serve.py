@@ -41,17 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face serve", __doc__)
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)
-    parser.add_argument(
-        "--gallery", type=Path, metavar="FILE", help="to search in; with keys that may change it, a new one is made"
-    )
+    parser.add_argument("--gallery", type=Path, metavar="FILE", help="to search in; with keys that may change it, made if new")
     add_gate_arguments(parser)
     numbers = parser.add_mutually_exclusive_group()
     numbers.add_argument("--results", type=Path, metavar="FILE", help="results.json of this network")
     numbers.add_argument("--pairs", type=Path, metavar="SET", help="verification set, such as lfw.bin, to compute them now")
     parser.add_argument("--set", metavar="NAME", help="set in --results (default: the strictest at --far)")
-    parser.add_argument(
-        "--far", choices=FAR_TARGETS, help="of the threshold to begin with (default: the lowest of the largest set)"
-    )
+    parser.add_argument("--far", choices=FAR_TARGETS, help="to begin with (default: the lowest of the largest set)")
     parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="of this machine, to listen on; 0.0.0.0 = all")
     parser.add_argument("--keys", type=Path, metavar="FILE", help="keys of those who may ask, or change the gallery")
