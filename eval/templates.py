@@ -23,7 +23,6 @@ from .identification import identify
 from .protocol import Embed, Protocol, Rates, check_pair_counts
 from .verification import FAR_TARGETS, operating_points
 
-_BLOCK = 1 << 24  # bytes of a text file parsed at once
 _TEMPLATES_AT_ONCE = 1024
 _GALLERIES = {"ijbb": ("S1", "S2"), "ijbc": ("G1", "G2")}
 _RANKS = (1, 5, 10)
@@ -182,26 +181,18 @@ def _names_and_numbers(path: Path, count: int, whole: bool = False) -> tuple[lis
 
 
 def _integers(path: Path) -> np.ndarray:
-    """Return the (P, 3) int32 numbers of a file with three per line; its 200 MB are parsed in blocks."""
-    blocks = []
-    lines = 0
+    """Return the (P, 3) int32 numbers of a file with three per line."""
+    rule = f"{path}: each line must have three whole numbers and nothing else, all below 2^31"
     with reading(path):
-        check_file(path, MAX_TEXT)
-        with open(path, "rb") as file:
-            while block := file.read(_BLOCK):
-                block += file.readline()
-                if block.translate(None, b"0123456789 \t\r\n"):
-                    raise ValueError(f"{path}: after line {lines}: each line must have three whole numbers and nothing else")
-                numbers, text = np.fromstring(block, dtype=np.int64, sep=" "), np.frombuffer(block, np.uint8)
-                digits, ends = text >= ord("0"), np.flatnonzero(text[:-1] == ord("\n")) + 1
-                each = np.add.reduceat(np.diff(digits, prepend=False) & digits, [0, *ends], dtype=np.int32)
-                if (each != 3).any() or numbers.max(initial=0) >= 2**31:
-                    raise ValueError(f"{path}: after line {lines}: each line must have three numbers below 2^31")
-                blocks.append(numbers.astype(np.int32).reshape(-1, 3))
-                lines += len(each)
-    if not blocks:
-        raise ValueError(f"{path}: is empty")
-    return np.concatenate(blocks)
+        if not check_file(path, MAX_TEXT):
+            raise ValueError(f"{path}: is empty")
+        try:
+            numbers = np.loadtxt(path, dtype=np.int32, ndmin=2, comments=None)
+        except ValueError as error:  # what follows in it counts the lines now from 0, now from 1
+            raise ValueError(f"{rule}: {str(error).partition(' at row')[0]:.200}") from None
+    if numbers.shape[1] != 3:
+        raise ValueError(f"{rule}; they have {numbers.shape[1]}")
+    return numbers
 
 
 def pool_templates(
