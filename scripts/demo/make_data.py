@@ -17,9 +17,9 @@ Examples:
 """
 
 import argparse
+import itertools
 import json
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -165,27 +165,13 @@ def draw_all(pictures: Iterable[DrawnPicture], count: int, processes: int) -> It
 
     At most _AHEAD pictures are drawn before the caller takes them, so memory does not grow with their number.
     """
-    processes = processes or num_cores()
+    processes, pictures = processes or num_cores(), iter(pictures)
     if processes == 1 or count < 64:
         yield from map(draw_jpeg, pictures)
         return
-    room, is_done = threading.Semaphore(_AHEAD), threading.Event()
-
-    def admitted() -> Iterator[DrawnPicture]:
-        for picture in pictures:
-            room.acquire()
-            if is_done.is_set():
-                return
-            yield picture
-
     with forks_of_torch().Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
-        try:
-            for jpeg in pool.imap(draw_jpeg, admitted(), chunksize=_AT_ONCE):
-                room.release()
-                yield jpeg
-        finally:  # the pool's end waits for its thread, which may wait for room
-            is_done.set()
-            room.release()
+        while some := list(itertools.islice(pictures, _AHEAD)):
+            yield from pool.imap(draw_jpeg, some, chunksize=_AT_ONCE)
 
 
 def draw_jpeg(picture: DrawnPicture) -> bytes:
