@@ -24,7 +24,6 @@ from scripts.benchmark.plain import KINDS, PlainHead
 from training import model
 
 NUM_CLASSES, D, ROWS = 60, 24, 12
-DRAWS = {"classes": 10, "ours_us": 1.0, "plain_us": 2.0}
 
 
 def _plain_equals_dense(rank: int, world_size: int) -> None:
@@ -53,8 +52,8 @@ def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], 
 
 
 def test_it_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    file, early = tmp_path / "result.json", []
-    monkeypatch.setattr(benchmark_head, "time_draws", lambda _: early.append(json.loads(file.read_text())["rows"]) or DRAWS)
+    file, early, draw = tmp_path / "result.json", [], benchmark_head.draw
+    monkeypatch.setattr(benchmark_head, "draw", lambda *of: early.append(json.loads(file.read_text())["rows"]) or draw(*of))
     small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "1", "--storage", "lean", "--matmul", "fp32"]
     assert benchmark_head.main([*small, "--json", str(file), "--plot", str(tmp_path)]) == 0
     result = json.loads(file.read_text())

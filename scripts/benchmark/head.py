@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from losses import MARGINS, build_margin
@@ -34,7 +33,6 @@ from partial_fc.centres.placement import PLACEMENTS
 from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import product_dtype
-from partial_fc.sampling.planning import draw_active
 from partial_fc.softmax.choice import FORMS
 from utils import distributed
 from utils.cli import int_in_range, make_parser
@@ -127,12 +125,6 @@ def benchmark(options: argparse.Namespace) -> None:
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
         note = result["note"] and f"{result['note']},"
         print(f"bare products in {name}{note} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
-    draws = time_draws(1_000_000 if options.quick else 10_000_000)
-    print(
-        f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "
-        f"{draws['plain_us']:.0f} us"
-    )
-    write_json(options.json, found | {"draws": draws})
     if options.plot:
         draw(rows, options.plot)
 
@@ -274,21 +266,6 @@ def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device
     rates = {name: product / value for name, value in seconds.items()}
     note = "" if dtype == asked else ", computed in fp32"
     return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy, "note": note}
-
-
-def time_draws(num_classes: int) -> dict[str, float]:
-    """Return microseconds of one step's sampling, ours and the plain head's, on the CPU."""
-    positives = np.unique(np.random.default_rng(0).integers(num_classes, size=512))
-
-    def plain() -> None:
-        priority = torch.rand(num_classes)
-        priority[torch.from_numpy(positives)] = 2.0
-        torch.topk(priority, k=num_classes // 10)[1].sort()
-
-    figures: dict[str, float] = {"classes": num_classes}
-    for name, work, repeats in (("ours_us", lambda: draw_active(positives, num_classes, 0.1, 1), 50), ("plain_us", plain, 3)):
-        figures[name] = statistics.median(1e6 * seconds_of(work) for _ in range(repeats))
-    return figures
 
 
 if __name__ == "__main__":
