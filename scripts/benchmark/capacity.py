@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,20 +58,11 @@ _PROBE = 256 << 20  # bytes with which a bandwidth is measured
 _GIVEN = number_in_range(0.001, 1e6)  # GiB, or GB/s
 
 
-class Card(NamedTuple):
-    """What a GPU's data sheet says of its memory."""
-
-    memory: float  # GiB, rounded down, because the driver reserves some
-    bf16: bool = True  # whether it has bf16 at all
-
-
-CARDS = {
-    **{name: Card(79) for name in ("h100", "h100-pcie", "a100")},
-    **{name: Card(23.5) for name in ("rtx4090", "rtx3090")},
-    **{name: Card(22) for name in ("a10", "l4")},
-    **{"h200": Card(139), "a100-40": Card(39), "l40s": Card(44)},
-    **{"v100": Card(31, bf16=False), "t4": Card(14.5, bf16=False)},
+CARDS = {  # GiB by the data sheets, rounded down, because the driver reserves some
+    **{"h100": 79.0, "h100-pcie": 79.0, "a100": 79.0, "rtx4090": 23.5, "rtx3090": 23.5, "a10": 22.0, "l4": 22.0},
+    **{"h200": 139.0, "a100-40": 39.0, "l40s": 44.0, "v100": 31.0, "t4": 14.5},
 }
+_WITHOUT_BF16 = ("v100", "t4")
 
 
 def is_for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
@@ -82,8 +73,7 @@ def is_for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
 def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype:
     """Return the dtype of the head's products that a training with head.matmul_dtype=auto takes on the target."""
     if device.type == "cpu" and is_for_gpu(options, device):  # a GPU that is not here
-        has_bf16 = CARDS[options.card].bf16 if options.card else True
-        return torch.bfloat16 if options.precision != "fp32" and has_bf16 else torch.float32
+        return torch.bfloat16 if options.precision != "fp32" and options.card not in _WITHOUT_BF16 else torch.float32
     return matmul_dtype("auto", AUTOCAST[options.precision], device, is_fast_in_bf16(device))
 
 
@@ -113,12 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def capacity(options: argparse.Namespace) -> None:
     """Print the table of what fits."""
-    card = CARDS[options.card] if options.card else None
+    options.memory = options.memory or CARDS.get(options.card)
     if options.memory is None:
-        if card is None:
-            raise ValueError("--memory is needed: GiB of each process; or --card, whose memory is known")
-        options.memory = card.memory
-    if card is not None and not card.bf16 and options.precision == "bf16":
+        raise ValueError("--memory is needed: GiB of each process; or --card, whose memory is known")
+    if options.card in _WITHOUT_BF16 and options.precision == "bf16":
         raise ValueError(f"--card {options.card} has no bf16, the default of --precision; give --precision fp16")
     device = distributed.choose_device(options.device, 0)
     elsewhere = _Elsewhere(options, device) if options.placement != "device" else None
