@@ -1,4 +1,4 @@
-"""Groups unlabelled faces into people by average linkage, and measures clusters against known people.
+"""Groups unlabelled faces into people by average linkage, measures clusters against known people, and shows them on a page.
 
 Two clusters are merged while the mean cosine between their faces reaches the threshold of their sizes, the one that is furthest
 above it first. A mean of many cosines varies less than one, so that at one FAR its threshold is lower (`thresholds_at`). For
@@ -13,15 +13,19 @@ Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S =
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isqrt
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from data.base import FaceDataset
 from deploy.journal import Journal
 from utils.precision import is_fast_in_bf16
+from utils.report.contact_sheet import captioned_sheet
+from utils.report.page import Page
 
 from .all_pairs import count_pairs, points_at
 from .cleaning import row_keys
@@ -340,3 +344,37 @@ def agreement(labels: np.ndarray, people: np.ndarray) -> Agreement:
         float(2 * both / (clustered + same)) if clustered + same else 1.0,
         float(merging.mean()) if len(several) else 0.0,
     )
+
+
+_SHOWN, _EACH = 16, 8  # rows of a sheet, and pictures of a row
+_SHEETS = {
+    "Largest clusters": "The face that is most like the others of its cluster, and then those that are least like them.",
+    "Least sure faces with company": "A face, and those of its cluster that are most like the others.",
+}
+
+
+def write_page(
+    path: Path, title: str, found: Clusters, dataset: FaceDataset, indices: np.ndarray, facts: Sequence[tuple[str, str]]
+) -> None:
+    """Write the page, with facts at its top; `indices` (n,) are those of the faces in the set."""
+    order = np.lexsort((indices, -found.own, found.labels))
+    clusters = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)
+    doubtful = np.flatnonzero(~found.sure & (found.own >= 0))
+    doubtful = doubtful[np.lexsort((indices[doubtful], (found.own - found.other)[doubtful]))]
+    rows = (
+        [(rows[0], *rows[:0:-1][: _EACH - 1]) for rows in clusters[:_SHOWN]],
+        [(row, *(one for one in clusters[found.labels[row]][:_EACH] if one != row)) for row in doubtful[:_SHOWN]],
+    )
+    page = Page(title)
+    page.facts(facts)
+    for (heading, meaning), sheet in zip(_SHEETS.items(), rows, strict=True):
+        page.section(heading)
+        page.text(meaning)
+        if sheet:
+            cells = [[_cell(found, dataset, indices, int(row)) for row in line] for line in sheet]
+            page.picture(captioned_sheet(cells), "index in the set; cluster, and mean cosine with its other faces")
+    page.write(path)
+
+
+def _cell(found: Clusters, dataset: FaceDataset, indices: np.ndarray, row: int) -> tuple[np.ndarray | None, Sequence[str]]:
+    return dataset.picture(int(indices[row])), (str(indices[row]), f"{found.labels[row]}: {found.own[row]:.3f}")

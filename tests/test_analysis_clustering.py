@@ -14,7 +14,6 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import squareform
 
 import analysis.clustering
-from analysis import clustering_report
 from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, calibrate, cluster, expand, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
@@ -322,8 +321,8 @@ def test_the_page_shows_the_least_alike_of_a_cluster_and_the_least_sure(tmp_path
     other = np.array([-1, 0.1, -1, 0.5, 0.49, 0.9, -1])
     found = Clusters(labels, own, other, np.array([True, True, True, False, False, False, True]))
     sheets: list = []
-    monkeypatch.setattr(clustering_report, "captioned_sheet", lambda rows: sheets.append(rows) or b"")
-    clustering_report.write_page(tmp_path / "p.html", "t", found, open_set(tmp_path / "set"), np.arange(7), [])
+    monkeypatch.setattr(analysis.clustering, "captioned_sheet", lambda rows: sheets.append(rows) or b"")
+    analysis.clustering.write_page(tmp_path / "p.html", "t", found, open_set(tmp_path / "set"), np.arange(7), [])
     indices = [[[int(texts[0]) for _, texts in row] for row in rows] for rows in sheets]
     assert indices == [[[2, 3, 6, 1], [0, 4], [5]], [[4, 0], [3, 2, 1, 6]]]
     for picture, texts in (cell for rows in sheets for row in rows for cell in row):

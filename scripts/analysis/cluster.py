@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.clustering import NEIGHBOURS, SIZES, Clusters, agreement, calibrate, cluster, expand
-from analysis.clustering_report import write_page
+from analysis.clustering import NEIGHBOURS, SIZES, Clusters, agreement, calibrate, cluster, expand, write_page
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
