@@ -35,9 +35,7 @@ def read_groups(path: Path, column: str, faces: Faces) -> tuple[np.ndarray, list
     rows, head = _read_table(path)
     key = next((one for one in ("name", "person") if one in head), None)
     if key is None:
-        raise ValueError(
-            f"{shown(path)}: needs a column name (of a picture) or person, it has {one_line(', '.join(head))[:200]}"
-        )
+        raise ValueError(f"{shown(path)}: needs a column name (of a picture) or person; has {one_line(', '.join(head))[:200]}")
     place, own = _column(path, head, column), head.index(key)
     value_of: dict[str, str] = {}
     for row in rows:
@@ -58,9 +56,7 @@ def read_pair_list(path: Path, column: str | None, faces: Faces) -> PairList:
         ValueError: of the files, or no pair has both pictures in the table.
     """
     if path.is_dir() == (column is not None):
-        raise ValueError(
-            "--by names the column of groups of a .csv, which must be given; groups of a folder have their files' names"
-        )
+        raise ValueError("--by names the column of groups of a .csv, so give it; groups of a folder have their files' names")
     found = _read_folder(path) if column is None else _read_bfw(path, column)
     row_of: dict[str, int] = {}
     for texts in (faces.names, [posixpath.splitext(name)[0] for name in faces.names]):
@@ -77,9 +73,7 @@ def read_pair_list(path: Path, column: str | None, faces: Faces) -> PairList:
             groups += [group, second_group]
             people += [posixpath.dirname(one) or one, posixpath.dirname(other) or other]
     if not first:
-        raise ValueError(
-            f"{shown(path)}: no pair has both pictures in the table, whose names are such as {_example(faces, 'name')}"
-        )
+        raise ValueError(f"{shown(path)}: no pair has both pictures in the table, with names such as {_example(faces, 'name')}")
     numbers, names = _numbered(path, column or "files", groups)
     owners = np.unique(people, return_inverse=True)[1].reshape(-1, 2)
     left, right = np.array([first, second], dtype=np.int64)
@@ -109,9 +103,7 @@ def _read_bfw(path: Path, column: str) -> list[tuple[str, str, bool, str, str]]:
     own, other = (_column(path, head, f"{column}{number}", column) for number in (1, 2))
     for number, row in enumerate(rows, 2):
         if row[label].strip().lower() not in _SAME or not row[own].strip() or not row[other].strip():
-            raise ValueError(
-                f"{shown(path)}: row {number} needs a label 0 or 1, and groups, got {one_line(','.join(row))[:80]!r}"
-            )
+            raise ValueError(f"{shown(path)}: row {number} needs a label 0 or 1, and groups: {one_line(','.join(row))[:80]!r}")
     return [(row[first], row[second], _SAME[row[label].strip().lower()], row[own].strip(), row[other].strip()) for row in rows]
 
 

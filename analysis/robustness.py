@@ -135,9 +135,7 @@ def write_robustness(folder: Path, rows: Sequence[Row], sets: Sequence[PairSet],
     page.contents()
     for pairs in sets:
         page.section(pairs.name)
-        which = (
-            "Both pictures of a pair are degraded" if both else "The second picture of a pair is degraded, the first is clean"
-        )
+        which = "Both pictures of a pair are degraded" if both else "The second of a pair is degraded, the first is clean"
         page.text(f"{pairs.describe()}. {which}.")
         for what, png, text in (
             ("accuracy", draw(rows, pairs.name, kinds), "Accuracy over strength; the first point is the set as it is."),

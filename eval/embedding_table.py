@@ -91,13 +91,11 @@ def read_table(path: Path) -> Faces:
         raise ValueError(f"{shown(path)}: is no table of `face embed` ({one_line(error)[:200]})") from None
     step = max(1, _BLOCK // max(1, faces.vectors.shape[1]))
     for begin in range(0, len(faces.vectors), step):
-        lengths = np.linalg.norm(faces.vectors[begin : begin + step].astype(np.float64), axis=1)
-        wrong = ~(np.abs(lengths - 1) < _LENGTH_ERROR)  # NaN is wrong, too
+        norms = np.linalg.norm(faces.vectors[begin : begin + step].astype(np.float64), axis=1)
+        wrong = ~(np.abs(norms - 1) < _LENGTH_ERROR)  # NaN is wrong, too
         if wrong.any():
             row = begin + int(wrong.argmax())
-            raise ValueError(
-                f"{shown(path)}: vector {row} has the length {lengths[row - begin]:.4g}; divide each by its length"
-            )
+            raise ValueError(f"{shown(path)}: vector {row} has the length {norms[row - begin]:.4g}; divide each by its length")
     return faces
 
 

@@ -143,15 +143,14 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
             f"they differ at line {line + 1} ({len(images)} and {len(named)} lines)"
         )
     templates, media = (table[:, column].astype(np.int32) for column in (0, 1))
-    triples = _integers(meta / f"{name}_template_pair_label.txt")
+    path = meta / f"{name}_template_pair_label.txt"
+    triples = _integers(path)
     pairs, labels = triples[:, :2], triples[:, 2]
     if not np.isin(labels, (0, 1)).all():
-        raise ValueError(f"{meta}/{name}_template_pair_label.txt: labels must be 0 or 1, one is {labels.max()}")
+        raise ValueError(f"{path}: labels must be 0 or 1, one is {labels.max()}")
     unknown = np.setdiff1d(pairs, templates)
     if len(unknown):
-        raise ValueError(
-            f"{meta}/{name}_template_pair_label.txt: template {unknown[0]} has no image in {name}_face_tid_mid.txt"
-        )
+        raise ValueError(f"{path}: template {unknown[0]} has no image in {name}_face_tid_mid.txt")
     return TemplateSet(images, landmarks[:, :10].reshape(-1, 5, 2), landmarks[:, 10], templates, media, pairs, labels == 1)
 
 

@@ -179,9 +179,7 @@ def merge_centres(options: argparse.Namespace) -> None:
     _check_target(options.out, options.overwrite)
     checkpoint = ckpt.find_checkpoint(options.path)
     if options.head and not has_head(str(checkpoint), options.head):
-        raise ValueError(
-            f"--head must be the name of a head of {checkpoint}, got {options.head}; face checkpoint show lists them"
-        )
+        raise ValueError(f"--head must name a head of {checkpoint}, got {options.head}; face checkpoint show lists them")
     source = open_centres(checkpoint, options.head)
     starts = range(0, source.num_classes, _ROWS_AT_ONCE)
 

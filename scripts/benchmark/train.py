@@ -104,9 +104,7 @@ class OurTraining:
         self.late.post(prepared.number, result)
         for values in self.late.take(prepared.number):
             if not (values.good or (self.model.scaler.enabled and math.isfinite(values.loss))):  # fp16 looks for its scale
-                raise ValueError(
-                    f"step {values.step}: loss {values.loss}, gradient norm {values.grad_norm}: nothing to measure"
-                )
+                raise ValueError(f"step {values.step}: loss {values.loss}, gradient norm {values.grad_norm}: nothing to time")
 
     def parts(self, count: int) -> dict[str, float]:
         """Return the mean seconds of each of PARTS in a step, as rank 0 sees them; on CUDA it waits at the end of each part.
