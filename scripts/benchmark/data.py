@@ -19,7 +19,7 @@ import shutil
 import statistics
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ import torch
 from tqdm import tqdm
 
 from configs import load_config
-from data.augment import OPERATIONS, Augment
+from data.augment import OPERATIONS
 from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
 from data.recordio.index import read_index
 from data.sampler import SampleOrder
+from scripts.data.show_augmentation import changed
 from scripts.demo.make_data import DrawnPicture, draw_all
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
@@ -239,8 +240,8 @@ def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict
     adaface = {**section, "crop": 0.2, "low_resolution": 0.2, "photometric": 0.2}
     ways: dict[str, Callable[[], object]] = {
         "decoding": lambda: [dataset.decode_into(index, pixels[index]) for index in range(count)],
-        "AdaFace's three, a fifth each": partial(_apply, pixels, adaface),
-        **{name: partial(_apply, pixels, {**section, name: 1.0}) for name in OPERATIONS},
+        "AdaFace's three, a fifth each": partial(changed, pixels, adaface, 0, 0),
+        **{name: partial(changed, pixels, {**section, name: 1.0}, 0, 0) for name in OPERATIONS},
     }
     with torch_threads(1):  # OpenCV has one already
         seconds = take_turns({name: partial(seconds_of, way) for name, way in ways.items()}, options.rounds)
@@ -249,12 +250,6 @@ def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict
     for name, value in found.items():
         print(f"  {name:<50}{value:11.1f}")
     return [{"way": name, "microseconds": value} for name, value in found.items()]
-
-
-def _apply(pixels: np.ndarray, section: Mapping[str, float]) -> None:
-    augment = Augment(section, 0)
-    for picture, numbers in zip(pixels.copy(), augment.draw(np.arange(len(pixels))), strict=True):
-        augment.apply(picture, numbers)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {

@@ -58,14 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def benchmark(options: argparse.Namespace) -> None:
     """Measure every case, print the table, write the requested file."""
     device = distributed.choose_device(options.device, 0)
-    rows: list[dict[str, Any]] = []
+    workspace, rows = Workspace(device, 0), list[dict[str, Any]]()
     print(f"{machine(device.type)}\nD = {options.dim}, {_NEIGHBOURS} neighbours per class\n")
     print(f"{'classes':>9} {'centres':<10} {'products':<9} {'search':<26} {'pairs':>7} {'seconds':>9} {'GMAC/s':>8}  recall")
     for num_classes in options.classes:
         for kind in options.centres:
-            values = make_centres(num_classes, options.dim, options.cosine if kind == "clustered" else 0.0)
+            # "tiny" takes the least memory beside the centres
+            store = CentreStore(num_classes, options.dim, "tiny", False, count_updates=False, block=1, workspace=workspace)
+            cosine = options.cosine if kind == "clustered" else 0.0
+            store.tensors["centres"].copy_(make_centres(num_classes, options.dim, cosine))
+            store.refresh_norms()
             for matmul in options.matmul:
-                store = make_store(values, device)
                 centres = UnitCentres(store, num_classes, 0, _DTYPES[matmul], Collectives(1))
                 for found in measure(centres, options):
                     rows.append({"classes": num_classes, "centres": kind, "matmul": matmul} | found)
@@ -84,17 +87,6 @@ def make_centres(num_classes: int, dim: int, cosine: float) -> Tensor:
         noise = F.normalize(torch.randn(rows.stop - low, dim, generator=generator))
         centres[rows] = cosine**0.5 * groups[group[rows]] + (1 - cosine) ** 0.5 * noise
     return centres
-
-
-def make_store(values: Tensor, device: torch.device) -> CentreStore:
-    """Return a store of these centres in the format "tiny", which takes the least memory beside them."""
-    workspace = Workspace(device, 0)
-    store = CentreStore(
-        len(values), values.shape[1], "tiny", second_moment=False, count_updates=False, block=1, workspace=workspace
-    )
-    store.tensors["centres"].copy_(values)
-    store.refresh_norms()
-    return store
 
 
 def measure(centres: UnitCentres, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -83,9 +83,8 @@ def _serve(options: argparse.Namespace, together: bool, channel: Any) -> None:
     model = build_backbone(options.backbone, _DIM, options.width).eval()
     embedder = Embedder(Network(model, "a network", {}), choose_device(options.device, 0), 64, None)
     with tempfile.TemporaryDirectory() as folder:
-        gallery = Gallery.create(
-            Path(folder) / "people.gallery", Facts("a network", embedder.digest, _DIM, _SIZE, "", "largest")
-        )
+        facts = Facts("a network", embedder.digest, _DIM, _SIZE, "", "largest")
+        gallery = Gallery.create(Path(folder) / "people.gallery", facts)
         rows = np.random.default_rng(0).normal(size=(_PEOPLE, _DIM)).astype(np.float32)
         gallery.add([NewImage(f"p{number}", "", b"", 0, 1.0, row, None) for number, row in enumerate(rows)])
         answers = Answers(embedder, None, gallery, None, "")

@@ -284,18 +284,16 @@ class _Loop:
             port = free.getsockname()[1]
         unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
         environment = {name: value for name, value in os.environ.items() if name not in unset}
-        if ranks > 1 and way == "ours":
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-            environment |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", **meeting}
+        if several := ranks > 1 and way == "ours":
+            environment |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
         self.processes, self.said = [], folder / f"said_{way}"
         for rank in range(ranks):
             payload = json.dumps(case | {"rank": rank})
             command = [sys.executable, "-m", "scripts.benchmark.train", "--worker", payload]
             if way == "reference":
                 command = [sys.executable, str(_REFERENCE_LOOP), str(options.reference), payload]
-            place = (
-                {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_PORT": f"{port}"} if "WORLD_SIZE" in environment else {}
-            )
+            place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if several else {}
             with open(self.said, "a") as said:
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True}
                 self.processes.append(subprocess.Popen(command, env=environment | place, **pipes))

@@ -26,7 +26,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, find the landmarks; return the exit status."""
     parser = make_parser("face data landmarks", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help=".npy file")

@@ -25,7 +25,6 @@ from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, detect and align; return the exit status."""
     parser = make_parser("face detect", __doc__)
     parser.add_argument("folder", type=Path, help="folder of photographs, with or without sub-folders")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
