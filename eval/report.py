@@ -5,7 +5,7 @@ protocol, under keys that say so. Each set has the same colour in all pictures; 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,16 @@ def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3, ab
 
 Results = Mapping[str, Result]
 Intervals = Mapping[str, tuple[float, float]]
-_HEADER = ("set", "pairs", "accuracy %", "cosine threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
+_COLUMNS: dict[str, Callable[[VerificationResult], str]] = {  # of the table of sets of pairs
+    "pairs": lambda result: str(result.num_genuine + result.num_impostor),
+    "accuracy %": lambda result: f"{100 * result.accuracy:.2f} +- {100 * result.accuracy_std:.2f}",
+    "cosine threshold": lambda result: f"{result.cosine_threshold:.4f}",
+    "TAR@FAR=1e-2": lambda result: percent(result.tar_at_far["1e-2"]),
+    "TAR@FAR=1e-3": lambda result: percent(result.tar_at_far["1e-3"]),
+    "EER %": lambda result: percent(result.eer),
+    "AUC": lambda result: "n/a" if result.auc is None else f"{result.auc:.4f}",
+    "XNorm": lambda result: f"{result.xnorm:.2f}",
+}
 _RATES = ("set", "figure", "%")
 _COLLAPSED = 0.1  # squared distance, a cosine of 0.95; impostor pairs of a trained network are between 1 and 3
 _WORST = 8  # pairs that are shown of each kind of error
@@ -185,7 +194,8 @@ def format_table(results: Results, markdown: bool = False) -> str:
     low.
     """
     pairs = pair_results(results)
-    tables = [[_HEADER, *(_row(name, result) for name, result in pairs.items())]] if pairs else []
+    rows = [(name, *(text(result) for text in _COLUMNS.values())) for name, result in pairs.items()]
+    tables: list[list[tuple[str, ...]]] = [[("set", *_COLUMNS), *rows]] if pairs else []
     if rates := _rate_rows(results):
         tables.append([_RATES, *rates])
     notes = explain(pairs)
@@ -243,20 +253,6 @@ def _rate_rows(results: Results) -> list[tuple[str, str, str]]:
 def percent(value: float | None, unknown: str = "n/a") -> str:
     """Return a share in percent."""
     return unknown if value is None else f"{100 * value:.2f}"
-
-
-def _row(name: str, result: VerificationResult) -> tuple[str, ...]:
-    return (
-        name,
-        str(result.num_genuine + result.num_impostor),
-        f"{100 * result.accuracy:.2f} +- {100 * result.accuracy_std:.2f}",
-        f"{result.cosine_threshold:.4f}",
-        percent(result.tar_at_far["1e-2"]),
-        percent(result.tar_at_far["1e-3"]),
-        percent(result.eer),
-        "n/a" if result.auc is None else f"{result.auc:.4f}",
-        f"{result.xnorm:.2f}",
-    )
 
 
 def write_report(
@@ -330,7 +326,8 @@ def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], interva
         "that are accepted. FAR: the share of impostor pairs that are accepted. EER: the rate at which FAR equals the share "
         "of rejected genuine pairs. A pair is accepted if its cosine similarity is above the threshold."
     )
-    page.table(_SUMMARY, [_summary_row(name, result, intervals[name]) for name, result in results.items()])
+    rows = [(name, *(cell(result, intervals[name]) for cell in _SUMMARY.values())) for name, result in results.items()]
+    page.table(("set", *_SUMMARY), rows)
     for note in explain(results):
         page.text(note)
     one_kind = [name for name, result in results.items() if result.auc is None]
@@ -341,8 +338,8 @@ def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], interva
         "Choose the FAR that your application tolerates, and accept a pair if its cosine similarity is above the threshold in "
         "that row. A FAR that rests on few impostor pairs is a guess; P impostor pairs cannot measure a FAR below 1 / P."
     )
-    rows = [row for name, result in results.items() for row in point_rows(name, result.points, intervals[name])]
-    page.table(POINT_COLUMNS, rows)
+    points = [row for name, result in results.items() for row in point_rows(name, result.points, intervals[name])]
+    page.table(POINT_COLUMNS, points)
     unmeasured = [
         f"{name} has {result.num_impostor:,} impostor and {result.num_genuine:,} genuine pairs"
         for name, result in results.items()
@@ -367,10 +364,19 @@ def _worst_errors(pair_set: PairSet, result: VerificationResult, same: bool) -> 
     return sheet(pairs, 3, across=2) if pairs else b""
 
 
-_SUMMARY = (
-    *("set", "pairs", "accuracy %", "95 % interval", "std", "cosine threshold", "exact thresholds %", "no mirror %", "EER %"),
-    *("AUC", "min DCF", "norm"),
-)
+_SUMMARY: dict[str, Callable[[VerificationResult, Intervals], object]] = {  # columns of the page
+    "pairs": lambda result, _: int(result.num_genuine + result.num_impostor),
+    "accuracy %": lambda result, _: f"{100 * result.accuracy:.2f}",
+    "95 % interval": lambda _, intervals: range_text(intervals["accuracy"]),
+    "std": lambda result, _: f"{100 * result.accuracy_std:.2f}",
+    "cosine threshold": lambda result, _: f"{result.cosine_threshold:.4f}",
+    "exact thresholds %": lambda result, _: f"{100 * result.exact_accuracy:.2f}",
+    "no mirror %": lambda result, _: percent(result.plain_accuracy, "-"),
+    "EER %": lambda result, _: percent(result.eer, "-"),
+    "AUC": lambda result, _: "-" if result.auc is None else f"{result.auc:.5f}",
+    "min DCF": lambda result, _: "-" if result.min_dcf is None else f"{result.min_dcf:.3f}",
+    "norm": lambda result, _: f"{result.xnorm:.2f}",
+}
 POINT_COLUMNS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
 _OF_CURVES = "left: accepted genuine pairs against accepted impostor pairs; right: both errors, on logarithmic axes"
 _OF_SIMILARITIES = "errors occur where the two histograms overlap; dashed: the strictest FAR that can be measured"
@@ -381,23 +387,6 @@ _SECTIONS = (
     ("folds", draw_folds, "Folds", "accuracy of each fold; the line is their mean"),
     ("norms", draw_norms, "Norms", _OF_NORMS),
 )
-
-
-def _summary_row(name: str, result: VerificationResult, intervals: Intervals) -> tuple[object, ...]:
-    return (
-        name,
-        int(result.num_genuine + result.num_impostor),
-        f"{100 * result.accuracy:.2f}",
-        range_text(intervals["accuracy"]),
-        f"{100 * result.accuracy_std:.2f}",
-        f"{result.cosine_threshold:.4f}",
-        f"{100 * result.exact_accuracy:.2f}",
-        percent(result.plain_accuracy, "-"),
-        percent(result.eer, "-"),
-        "-" if result.auc is None else f"{result.auc:.5f}",
-        "-" if result.min_dcf is None else f"{result.min_dcf:.3f}",
-        f"{result.xnorm:.2f}",
-    )
 
 
 def point_rows(
