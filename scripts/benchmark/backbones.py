@@ -51,11 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--image-size", type=count, default=IMAGE_SIZE, help="height and width of the images in pixels")
     parser.add_argument("--batch", type=count, default=8, help="images of a step")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="fp32", help="of the forward and backward pass")
-    parser.add_argument("--rounds", type=count, default=5, help="timed steps of each, after an untimed one")
     parser.add_argument("--largest", type=count, default=200, help="millions of parameters of a network that is run")
     parser.add_argument("--no-times", action="store_true", help="take no steps: parameters, multiply-adds and memory alone")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads, 0 = as torch chooses")
-    add_common_arguments(parser, "two networks of an eighth of the width, seconds on a CPU")
+    add_common_arguments(parser, "two networks of an eighth of the width, seconds on a CPU", rounds=5)
     parser.add_argument("--page", type=Path, help="write the table into this page, the picture into images beside it")
     return run_main(benchmark, parser.parse_args(arguments))
 

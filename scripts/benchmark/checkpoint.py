@@ -42,9 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face bench checkpoint", __doc__)
     parser.add_argument("--classes", type=int, help="classes (default: 200000, half of them with less than 8 GiB free)")
     parser.add_argument("--backbone", default="r50", help="(default r50)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
-    add_common_arguments(parser, device=False)
+    add_common_arguments(parser, device=False, rounds=3)
     return run_main(benchmark, parser.parse_args(arguments))
 
 

@@ -57,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=count, default=42_000_000, help="records of the index (default 42 million)")
     parser.add_argument("--images", type=count, default=4096, help="drawn faces to decode")
     parser.add_argument("--epoch", type=count, default=1_000_000, help="records of the epoch of `memory` (default a million)")
-    parser.add_argument("--rounds", type=count, default=5, help="rounds of each variant; the median is reported")
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
-    add_common_arguments(parser, device=False)
+    add_common_arguments(parser, device=False, rounds=5)
     return run_main(benchmark, parser.parse_args(arguments))
 
 

@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded")
     parser.add_argument("--processes", type=int, default=2, help="processes that share the images")
     parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step")
-    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
-    add_common_arguments(parser, device=False)
+    add_common_arguments(parser, device=False, rounds=3)
     return run_main(benchmark, parser.parse_args(arguments))
 
 

@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face bench gallery", __doc__)
     parser.add_argument("--people", type=int_in_range(_FOUND), default=250_000, help="with four images each")
     parser.add_argument("--queries", type=int_in_range(1), nargs="+", default=[1, 256], help="searched at once")
-    parser.add_argument("--rounds", type=int_in_range(1), default=3, help="the median counts")
-    add_common_arguments(parser, "10,000 people: under a minute on two cores", device=False)
+    add_common_arguments(parser, "10,000 people: under a minute on two cores", device=False, rounds=3)
     return run_main(benchmark, parser.parse_args(arguments))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from utils.allocator import keep_freed_memory
+from utils.cli import int_in_range
 from utils.parallel import forks_of_torch
 
 _CPU = torch.device("cpu")
@@ -24,9 +25,11 @@ _CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.
 
 
 def add_common_arguments(
-    parser: argparse.ArgumentParser, quick: str = "small sizes, under a minute on two cores", device: bool = True
+    parser: argparse.ArgumentParser, quick: str = "small, under a minute on two cores", device: bool = True, rounds: int = 0
 ) -> None:
-    """Add --quick, which does what `quick` says, --json and, if the benchmark has a choice, --device."""
+    """Add --quick, which does what `quick` says, --json, and --device and --rounds, if the benchmark has a choice of these."""
+    if rounds:
+        parser.add_argument("--rounds", type=int_in_range(1), default=rounds, help="turns of each; the median counts")
     if device:
         parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--quick", action="store_true", help=quick)

@@ -29,7 +29,6 @@ from .kit import add_common_arguments, write_json
 
 _BATCH, _DIM, _LR = 512, 256, 0.02
 _NEAREST = "bf16, round to nearest"
-_NEIGHBOURS = {"sample_rate": 0.2, "sampling": "neighbours", "neighbours": 4}
 
 # name -> arguments of HeadConfig; the nearest-rounding variant is defined here, since the head has no such format
 CASES: dict[str, dict[str, Any]] = {
@@ -39,8 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mini": {"storage": "mini"},
     _NEAREST: {},
     "uniform, rate 0.2": {"sample_rate": 0.2},
-    "neighbours, rate 0.2": {**_NEIGHBOURS, "neighbours_every": 30},
-    "neighbours, rate 0.2, rarely rebuilt": {**_NEIGHBOURS, "neighbours_every": 150},
+    "neighbours, rate 0.2": {"sample_rate": 0.2, "sampling": "neighbours", "neighbours": 4, "neighbours_every": 30},
     "uniform, rate 0.2, decay": {"sample_rate": 0.2, "inactive_rows": "decay"},
 }
 

@@ -24,8 +24,7 @@ _IMAGES, _SIZE = 10, 512  # of a person; numbers of a vector
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("face bench pairs", __doc__)
     parser.add_argument("--people", type=int_in_range(2), default=10_000, help="with ten images each")
-    parser.add_argument("--rounds", type=int_in_range(1), default=3, help="the medians count")
-    add_common_arguments(parser, "1,500 people: under a minute on two cores", device=False)
+    add_common_arguments(parser, "1,500 people: under a minute on two cores", device=False, rounds=3)
     return run_main(benchmark, parser.parse_args(arguments))
 
 

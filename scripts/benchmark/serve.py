@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backbone", default="r18", help="network (default: %(default)s)")
     parser.add_argument("--width", type=float, default=1.0, help="its width (default: %(default)s)")
     parser.add_argument("--requests", type=int_in_range(1), default=200, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--rounds", type=int_in_range(1), default=3, help="the median counts (default: %(default)s)")
-    add_common_arguments(parser, quick="a network of width 0.25, 48 requests, one round")
+    add_common_arguments(parser, quick="a network of width 0.25, 48 requests, one round", rounds=3)
     return run_main(benchmark, parser.parse_args(arguments))
 
 

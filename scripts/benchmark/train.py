@@ -197,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of ours, as for train.py")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="folder of arcface_torch, measured as well")
     parser.add_argument("--steps", type=count, help="timed steps of a turn (default: 3, on a GPU 20)")
-    parser.add_argument("--rounds", type=count, default=3, help="turns of each; the median is reported")
-    add_common_arguments(parser)
+    add_common_arguments(parser, rounds=3)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
