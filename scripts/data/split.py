@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
     default = "2 %% of them, but at least 30, or 30 %% if the set has fewer than 100, and never fewer than 20"
-    parser.add_argument("--held-out", type=_number, help=f"number of identities, or below 1 their share (default: {default})")
+    parser.add_argument("--held-out", type=float, help=f"number of identities, or below 1 their share (default: {default})")
     parser.add_argument("--pairs", type=int_in_range(1), help="half of them genuine (default: 6000, or as many as there are)")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the choice (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the files in OUT")
@@ -79,29 +79,16 @@ def split(options: argparse.Namespace) -> None:
     print(f"next: face train {shlex.join(['small', *keys])}")
 
 
-def _number(text: str) -> float:
-    """Return a share below 1, or a whole number of identities."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
-        raise argparse.ArgumentTypeError(f"must be a share between 0 and 1, or a whole number of identities, got {text}")
-    return value
-
-
 def _how_many(given: float | None, people: int) -> int:
     """Return how many of `people` identities to hold out."""
-    if given is None:
-        wanted = max(round(0.02 * people), min(30, round(0.3 * people)), 2 * FOLDS)
-    else:
-        wanted = round(given * people) if given < 1 else int(given)
     least = 2 * FOLDS
+    wanted = max(round(0.02 * people), min(30, round(0.3 * people)), least) if given is None else given
+    wanted = round(wanted * people) if 0 < wanted < 1 else wanted
     if people <= least:
         raise ValueError(f"{people} identities are too few: {FOLDS} folds of pairs need {least}, and some must remain")
-    if not least <= wanted < people:
-        raise ValueError(f"--held-out must be from {least} (two for each of {FOLDS} folds) to {people - 1}, got {wanted}")
-    return wanted
+    if not least <= wanted < people or wanted % 1:
+        raise ValueError(f"--held-out must be from {least} (two for each of {FOLDS} folds) to {people - 1}, got {wanted:.15g}")
+    return int(wanted)
 
 
 if __name__ == "__main__":
