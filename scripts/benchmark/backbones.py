@@ -162,7 +162,16 @@ def _times(steps: _Steps, reference: _Steps, options: argparse.Namespace) -> Row
     }
 
 
-_HEADER = ("network", "M parameters", "G multiply-adds", "MiB kept per image", "ms per image", "times r18", "range of rounds")
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # title: key of a row, and its text
+    "network": ("name", str),
+    "M parameters": ("parameters", lambda count: f"{count / 1e6:.2f}"),
+    "G multiply-adds": ("multiply_adds", lambda count: f"{count / 1e9:.2f}"),
+    "MiB kept per image": ("kept_bytes_per_image", lambda count: f"{count / 2**20:.1f}"),
+    "ms per image": ("ms_per_image", "{:.1f}".format),
+    "times r18": ("ratio", "{:.2f}".format),
+    "range of rounds": ("ratio_range", lambda ends: "{:.2f} to {:.2f}".format(*ends)),
+}
+_HEADER = tuple(_COLUMNS)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -172,19 +181,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _cells(row: Row) -> list[str]:
     """Return the texts of a row of the table."""
-
-    def shown(key: str, form: Callable[[Any], str]) -> str:
-        return "" if row[key] is None else form(row[key])
-
-    return [
-        row["name"],
-        f"{row['parameters'] / 1e6:.2f}",
-        f"{row['multiply_adds'] / 1e9:.2f}",
-        shown("kept_bytes_per_image", lambda value: f"{value / 2**20:.1f}"),
-        shown("ms_per_image", lambda value: f"{value:.1f}"),
-        shown("ratio", lambda value: f"{value:.2f}"),
-        shown("ratio_range", lambda value: f"{value[0]:.2f} to {value[1]:.2f}"),
-    ]
+    return ["" if row[key] is None else text(row[key]) for key, text in _COLUMNS.values()]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -72,6 +72,7 @@ class Findings:
     def report(self) -> dict[str, Any]:
         """The numbers of the report."""
         labels, scanned, copies = self.labels, self.scanned, self.copies
+        shared = {name: {copy.first for copy in found} for name, found in self.overlaps.items()}
         counts = np.bincount(labels, minlength=self.dataset.num_classes)
         filled = counts[counts > 0]
         good = scanned.good
@@ -94,25 +95,18 @@ class Findings:
             "copies_across_identities": len(self.across()),
             "candidates_not_compared": self.not_compared,
             "overlap": {
-                name: {
-                    "pictures": len({copy.first for copy in found}),
-                    "identities": len({int(labels[copy.first]) for copy in found}),
-                }
-                for name, found in self.overlaps.items()
+                name: {"pictures": len(images), "identities": len({int(labels[image]) for image in images})}
+                for name, images in shared.items()
             },
         }
 
     def faults(self) -> list[tuple[str, str, str]]:
         """Return (fault, how many, why it matters), the worst first."""
-        found = [
-            (
-                f"pictures that are also in the test set {name}",
-                f"{values['pictures']:,}, of {values['identities']:,} identities",
-                "A test on training pictures measures memorisation.",
-            )
-            for name, values in self.report["overlap"].items()
-            if values["pictures"]
-        ]
+        found, why = [], "A test on training pictures measures memorisation."
+        for name, values in self.report["overlap"].items():
+            if values["pictures"]:
+                how_many = f"{values['pictures']:,}, of {values['identities']:,} identities"
+                found.append((f"pictures that are also in the test set {name}", how_many, why))
         within = len(self.copies) - len(self.across())
         odd, size = int(np.count_nonzero(self.scanned.odd)), self.scanned.size
         counted = (
