@@ -19,7 +19,6 @@ Examples:
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +33,7 @@ from data.landmarks import write_landmarks
 from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 from eval.verification import FOLDS
-from utils.cli import make_parser
+from utils.cli import make_parser, progress
 from utils.machine import num_cores
 from utils.parallel import forks_of_torch
 from utils.program import run_main
@@ -93,8 +92,7 @@ def make(options: argparse.Namespace) -> None:
     receipt.unlink(missing_ok=True)
     num_train = options.identities * options.images_per_identity
     num_set = FOLDS * IDENTITIES_PER_FOLD * IMAGES_PER_IDENTITY
-    quiet = 0.1 if sys.stderr.isatty() else 5.0  # seconds between updates of the bar, each of which is a line in a file
-    with tqdm(total=num_train + len(SETS) * num_set, unit="face", desc="drawing", mininterval=quiet) as bar:
+    with progress([], num_train + len(SETS) * num_set, "drawing", "face") as bar:
         write_training_set(out, options, bar)
         for kind in SETS:
             write_verification_set(out, kind, options, bar)
@@ -207,7 +205,7 @@ def write_points(out: Path, options: argparse.Namespace) -> None:
     if options.landmarks:
         people, each = range(options.identities), range(options.images_per_identity)
         pictures = [DrawnPicture(options.seed, "train", person, number) for person in people for number in each]
-        points = [landmarks(*subject(picture)[:2]) for picture in tqdm(pictures, unit="face", desc="landmarks")]
+        points = [landmarks(*subject(picture)[:2]) for picture in progress(pictures, None, "landmarks", "face")]
         write_landmarks(out / "landmarks.npy", np.array(points))
 
 
