@@ -15,9 +15,7 @@ from .groups import Outcome
 from .intervals import MIN_ERRORS, MIN_PEOPLE, differences
 from .pairs_report import EXTREMES, show_extremes
 
-_COLUMNS = (
-    "group", "other_group", "kind", "people", "pairs", "errors", "rate", "low", "high", "over_geometric_mean",
-)  # fmt: skip
+_COLUMNS = ("group", "other_group", "kind", "people", "pairs", "errors", "rate", "low", "high", "over_geometric_mean")
 _HEAD = ("group", "other group", "kind", "people", "pairs", "errors", "rate", "95 %", "/ mean")
 RULE = (
     f"A rate is given where {MIN_PEOPLE} people or more of each group take part, and {MIN_ERRORS} errors or more were seen, or "

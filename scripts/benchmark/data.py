@@ -78,9 +78,6 @@ def benchmark(options: argparse.Namespace) -> None:
     write_json(options.json, results)
 
 
-# ---- index
-
-
 def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Open a set of many records in each way, each in a separate process."""
     make_large_set(folder / "large", options.records)
@@ -130,9 +127,6 @@ def make_large_set(folder: Path, num_records: int) -> None:
             part["label"], part["id"] = keys // 20 % (1 << 24), keys
             part.tofile(rec)
             idx.write("".join([f"{key}\t{40 * key}\n" for key in keys.tolist()]))
-
-
-# ---- decoding
 
 
 def measure_decoding(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -197,9 +191,6 @@ def _plain_rate(rec_path: Path, batch: int) -> float:
     counts: list[int] = []
     seconds = seconds_of(lambda: counts.extend(len(labels) for _, labels in loader))
     return sum(counts) / seconds
-
-
-# ---- memory over an epoch, augmentation
 
 
 def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

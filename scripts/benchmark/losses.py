@@ -159,9 +159,6 @@ def chosen_settings(names: list[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# ---- trainings
-
-
 class Job(NamedTuple):
     """A training: a row of SETTINGS, its share of sampled classes and its seed, as overrides of the configuration."""
 
@@ -343,9 +340,6 @@ def read_results(path: Path) -> list[Row]:
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"--json: {shown(path)}: it is no file of results, as this program writes it") from None
     return rows
-
-
-# ---- the table
 
 
 def tables(rows: Sequence[Row]) -> str:

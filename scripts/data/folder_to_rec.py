@@ -3,9 +3,7 @@
 FOLDER has a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files are stored byte for byte; others are aligned by the
 five landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
 
---landmarks: a CSV file with a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
-and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may say which columns
-are x and y.
+--landmarks: a CSV file name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels, as face data align takes it.
 FOLDER may also be a .lst file with a line for each picture: aligned, path, label (insightface) or index, label, path (im2rec),
 separated by tabs. Paths are relative to the file.
 
