@@ -37,6 +37,7 @@ _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _BF16 = 3.1 * 2**-8  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-8 each
 _MANY = 100_000  # faces, of which few are similar to any in a block: in smaller tables products in bf16 save nothing
 _MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
+Advance = Callable[[int], object]  # of a bar
 
 
 class Clusters(NamedTuple):
@@ -48,9 +49,7 @@ class Clusters(NamedTuple):
     sure: np.ndarray  # (n,) bool: both on the right side of their thresholds, so the face has company, and no other is as near
 
 
-def expand(
-    vectors: np.ndarray, count: int, journal: Journal | None = None, advance: Callable[[int], object] = int
-) -> np.ndarray:
+def expand(vectors: np.ndarray, count: int, journal: Journal | None = None, advance: Advance = int) -> np.ndarray:
     """Return the sums of faces and their `count` nearest others times cosine ** POWER, (n, D) float32 of length 1.
 
     This is alpha query expansion (Radenovic et al., "Fine-tuning CNN image retrieval with no human annotation", TPAMI 2019) of
@@ -63,7 +62,7 @@ def expand(
 
 
 def _neighbours(
-    table: torch.Tensor, count: int, journal: Journal | None, advance: Callable[[int], object], stage: str = "neighbours"
+    table: torch.Tensor, count: int, journal: Journal | None, advance: Advance, stage: str = "neighbours"
 ) -> torch.Tensor:
     """Return cosines with, and places of, the nearest others of each row, the nearest first, (n, 2, count) float64."""
     parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, stage)]
@@ -109,7 +108,7 @@ def _averaged(table: torch.Tensor, order: np.ndarray, near: torch.Tensor) -> np.
 
 
 def calibrate(
-    vectors: np.ndarray, labels: np.ndarray, far: str, journal: Journal | None = None, advance: Callable[[int], object] = int
+    vectors: np.ndarray, labels: np.ndarray, far: str, journal: Journal | None = None, advance: Advance = int
 ) -> tuple[int, np.ndarray]:
     """Return the number of neighbours to average, with the thresholds: those with which known people have the best BCubed F.
 
@@ -194,9 +193,7 @@ def _classes(sizes: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     return np.searchsorted(SIZES[1 : len(thresholds)], sizes, side="right")
 
 
-def cluster(
-    vectors: np.ndarray, thresholds: np.ndarray, journal: Journal | None = None, advance: Callable[[int], object] = int
-) -> Clusters:
+def cluster(vectors: np.ndarray, thresholds: np.ndarray, journal: Journal | None = None, advance: Advance = int) -> Clusters:
     """Return the people of faces.
 
     Args:
@@ -219,7 +216,7 @@ def cluster(
 
 
 def _similar(
-    vectors: np.ndarray, threshold: float, journal: Journal | None, advance: Callable[[int], object]
+    vectors: np.ndarray, threshold: float, journal: Journal | None, advance: Advance
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the pairs of faces first < second (E,) int32 whose cosine (E,) float32 reaches the threshold."""
     blocks = _done(journal, "pairs")

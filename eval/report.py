@@ -389,9 +389,7 @@ _SECTIONS = (
 )
 
 
-def point_rows(
-    name: str, points: Iterable[Any], intervals: Mapping[str, tuple[float, float] | None]
-) -> list[tuple[object, ...]]:
+def point_rows(name: str, points: Iterable[Any], intervals: Mapping[str, tuple[float, float] | None]) -> list[tuple]:
     """Return a row below POINT_COLUMNS for each FAR that can be measured, and one for the rest.
 
     Args:

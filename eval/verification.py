@@ -46,16 +46,14 @@ class OperatingPoint(NamedTuple):
         }
 
 
-def operating_points(
-    genuine: np.ndarray, impostor: np.ndarray, far_targets: Sequence[str] = FAR_TARGETS
-) -> list[OperatingPoint]:
+def operating_points(genuine: np.ndarray, impostor: np.ndarray, targets: Sequence[str] = FAR_TARGETS) -> list[OperatingPoint]:
     """Return a point for each target, from sorted distances of genuine and impostor pairs.
 
     The threshold is half-way between the last accepted pair and the first impostor pair that must not be accepted, so that new
     pairs near the border fall to either side.
     """
     points = []
-    for target in far_targets:
+    for target in targets:
         allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
         if allowed == 0 or genuine.size == 0:
             points.append(OperatingPoint(target, None, None, None, 0))
@@ -108,7 +106,7 @@ def exact_fold_accuracy(distances: np.ndarray, same: np.ndarray, fold_of_pair: n
 
 
 def bootstrap_intervals(
-    genuine: np.ndarray, impostor: np.ndarray, accuracy: float, far_targets: Sequence[str], samples: int = 1000, seed: int = 0
+    genuine: np.ndarray, impostor: np.ndarray, accuracy: float, targets: Sequence[str], samples: int = 1000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
     """Return 95 % intervals: "accuracy", and the TAR at each FAR that can be measured, by resampling pairs.
 
@@ -119,7 +117,7 @@ def bootstrap_intervals(
     rng = np.random.default_rng(seed)
     num_pairs = genuine.size + impostor.size
     found = {"accuracy": _interval(rng.binomial(num_pairs, accuracy, samples) / num_pairs)}
-    wanted = [target for target in far_targets if int(impostor.size * float(target) + 1e-9) and genuine.size]
+    wanted = [target for target in targets if int(impostor.size * float(target) + 1e-9) and genuine.size]
     rates: dict[str, list[float]] = {target: [] for target in wanted}
     for _ in range(samples if wanted else 0):
         # sorted samples with replacement, made from counts, so that no sorting is needed
