@@ -10,6 +10,7 @@ Shapes: n = faces, D = embedding size, G = groups, B = bins, T = thresholds.
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -205,7 +206,10 @@ def count_pairs(
     advance(int(counter.genuine.sum() + counter.impostor.sum()))
     with torch_threads(1):  # each thread has a product of its own: a histogram takes one thread, and all are to have work
         for start in range(begin, len(counter.blocks), _STRIPE):
-            _count_stripe(counter, start, threads, advance)
+            stripe = [(block, counter.load(block, num_bins / 2)) for block in counter.blocks[start : start + _STRIPE]]
+            for tiles in map_in_order(partial(counter.count, stripe), counter.blocks[start:], threads, ahead=2):
+                for tile in tiles:
+                    advance(counter.add(tile))
             if journal is not None:
                 _save(counter, journal, start, start + _STRIPE)
     nearest, farthest = counter.extremes
@@ -216,15 +220,6 @@ def count_pairs(
         Extremes(nearest[:, 0], *nearest[:, 1:].T.astype(np.int64)),
         Extremes(-farthest[:, 0], *farthest[:, 1:].T.astype(np.int64)),
     )
-
-
-def _count_stripe(counter: _Counter, start: int, threads: int, advance: Callable[[int], object]) -> None:
-    """Count the pairs of _STRIPE blocks from `start` on with themselves and all later ones."""
-    scale = counter.genuine.shape[1] / 2
-    stripe = [(block, counter.load(block, scale)) for block in counter.blocks[start : start + _STRIPE]]
-    for tiles in map_in_order(lambda second: counter.count(stripe, second), counter.blocks[start:], threads, ahead=2):
-        for tile in tiles:
-            advance(counter.add(tile))
 
 
 def _save(counter: _Counter, journal: Journal, start: int, end: int) -> None:

@@ -122,7 +122,7 @@ def test_a_run_that_ended_early_goes_on_and_never_with_other_groups(
     assert main([*arguments, "camera", "--far", "1e-9"]) == 1  # found after all pairs were counted
     assert (tmp_path / "out.unfinished").exists()
     assert main([*arguments, "age"]) == 1 and "was begun with another groups" in capsys.readouterr().err
-    monkeypatch.setattr("analysis.all_pairs._count_stripe", lambda *_: pytest.fail("counted again"))
+    monkeypatch.setattr("analysis.all_pairs._Counter.count", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr("analysis.groups._ROWS", 50)
     added = interrupted(monkeypatch, [2])
     main([*arguments, "camera", "--far", "1e-2"])
