@@ -168,7 +168,7 @@ def _refine(
         unit = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
         there = np.flatnonzero(size)
         if len(there) < FEWEST // 2:
-            raise ValueError("images of one label are no more alike than others: the network knows none, or no label fits")
+            raise ValueError("images of one label are no more alike than others: wrong labels, or an unfit network")
         impostors = np.zeros(BINS, dtype=np.int64)
         few = sample[: max(256, _PAIRS // max(1, len(there)))]
         for rows in _blocks(few, len(there)):

@@ -103,7 +103,9 @@ def _read_bfw(path: Path, column: str) -> list[tuple[str, str, bool, str, str]]:
     own, other = (_column(path, head, f"{column}{number}", column) for number in (1, 2))
     for number, row in enumerate(rows, 2):
         if row[label].strip().lower() not in _SAME or not row[own].strip() or not row[other].strip():
-            raise ValueError(f"{shown(path)}: row {number} needs a label 0 or 1, and groups: {one_line(','.join(row))[:80]!r}")
+            raise ValueError(
+                f"{shown(path)}: row {number} needs a label 0 or 1, and groups; got {one_line(','.join(row))[:80]!r}"
+            )
     return [(row[first], row[second], _SAME[row[label].strip().lower()], row[own].strip(), row[other].strip()) for row in rows]
 
 

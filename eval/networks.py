@@ -78,7 +78,7 @@ class Network(NamedTuple):
 def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False, positional: bool = True) -> None:
     """Add the arguments that `load_network` reads, and those of the forward pass; see `add_choice_of_network`."""
     add_choice_of_network(parser, newest, positional)
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="auto: bf16 where all devices are fast at it")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32; auto: bf16 where that is fast")
     parser.add_argument("--batch-size", type=int_in_range(1), default=256, help="images per forward pass and process")
     parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="decoder threads per process")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
