@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,12 +128,10 @@ def test_an_update_lands_on_a_neighbour_and_on_average_on_the_exact_one(state: s
         total += stored
         norms = torch.linalg.vector_norm(head.centres.float(), dim=1)
         torch.testing.assert_close(head.centre_store.inverse_norms, 1 / norms, rtol=rounding_bound(torch.float32, D), atol=0)
-    nearest = exact.centres.bfloat16().float()
     bias = ((total / draws - exact.centres.double()) / step).mean().abs()
     spread = ((total / draws - exact.centres.double()) / step).pow(2).mean().sqrt()
     assert bias < 4 * 0.5 / (draws * NUM_CLASSES * D) ** 0.5
     assert spread < 1.2 * 0.41 / draws**0.5  # a coin of random bias has the deviation sqrt(1/6) = 0.41 of a step
-    assert relative(nearest, exact.centres) > 0
 
 
 @pytest.mark.parametrize(("state", "bytes_per_class"), [("exact", 4100), ("lean", 2052), ("tiny", 1544), ("mini", 1036)])
@@ -174,9 +173,8 @@ def test_shards_of_any_number_of_ranks_hold_the_same_rows_to_the_bit(
     trained = _head(state, optimizer=optimizer, **more)
     _train(trained, range(5), lr=1e-2)
     first = last = _save(trained, tmp_path, 1)
-    monkeypatch.setattr(
-        "partial_fc.head.Collectives", lambda size: SimpleNamespace(world_size=size)
-    )  # loading and saving need no other rank
+    monkeypatch.setattr("partial_fc.head.Collectives", lambda size: SimpleNamespace(world_size=size))  # no other rank is needed
+    monkeypatch.setattr("partial_fc.centres.store._BLOCK", 64)  # several blocks, as of more than 2048 classes
     for step, world_size in enumerate((2, 3, 4, 1), start=2):
         final = ckpt.checkpoint_path(tmp_path, step)
         final.mkdir(parents=True)
@@ -211,6 +209,8 @@ def test_every_format_continues_from_every_other(tmp_path: Path, source: str, ta
 
 
 @pytest.mark.parametrize("target", FORMATS)
+@mock.patch("partial_fc.centres.store._BLOCK", 64)  # several blocks, as of a real set
+@mock.patch("partial_fc.init._BLOCK", 64)
 def test_another_run_begins_with_the_centres_of_mini_and_their_norms(tmp_path: Path, target: str):
     before, after = _head("mini"), _head(target)
     _train(before, range(4))
@@ -220,6 +220,8 @@ def test_another_run_begins_with_the_centres_of_mini_and_their_norms(tmp_path: P
     found = stored_numbers(after.shard_state(), "centres")
     assert relative(found, expected) <= 2**-7  # half a step of int8
     torch.testing.assert_close(found.norm(dim=1), expected.norm(dim=1), rtol=2**-6, atol=0)
+    norms = torch.linalg.vector_norm(after.centres.float(), dim=1)
+    torch.testing.assert_close(after.centre_store.inverse_norms, 1 / norms, rtol=rounding_bound(torch.float32, D), atol=0)
     _train(after, range(4, 6))
 
 
@@ -228,6 +230,10 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path: Path):
         path = _save(_head("exact", optimizer=made_by), tmp_path / words, 1)
         with pytest.raises(ValueError, match=words):
             _head("exact", optimizer=asked).load_rows(reading.shard_reader(path))
+    more = {"optimizer": RowAdamW(), "sample_rate": 0.3}
+    _train(kept := _head("exact", **more), range(2))
+    with pytest.raises(ValueError, match=r"its rows have seen different numbers of updates\. Set head.inactive_rows=keep"):
+        _head("exact", inactive_rows="decay", **more).load_rows(reading.shard_reader(_save(kept, tmp_path, 1)))
 
 
 def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tensor, Tensor]:
@@ -291,9 +297,8 @@ def test_sampling_with_decay_equals_a_dense_optimizer_over_all_rows():
         expected = dense_loss(head.margin, x.double(), weight, labels, active)
         expected.backward()
         dense.step()
-        assert loss.item() == pytest.approx(
-            expected.item(), abs=(1 + step / (1 - 0.9)) * loss_bound
-        )  # errors go on in the momentum
+        bound = (1 + step / (1 - 0.9)) * loss_bound  # errors go on in the momentum
+        assert loss.item() == pytest.approx(expected.item(), abs=bound)
     rows = head.shard_state()
     assert relative(rows["centres"], weight.detach()[order]) < 30**0.5 * gradient_bound
     assert relative(rows["momentum"], dense.state[weight]["momentum_buffer"][order]) < 30**0.5 * gradient_bound

@@ -149,8 +149,6 @@ class LazyDecay:
             ValueError: the rows have different numbers of updates.
         """
         updates = store.tensors["updates"]
-        if isinstance(self.optimizer, RowSGD):  # saves no counts, because its rows need none
-            updates.zero_()
         if int(updates.min()) != int(updates.max()):
             raise ValueError(
                 "head.inactive_rows=decay cannot continue a checkpoint of head.inactive_rows=keep with adamw: its rows have "
