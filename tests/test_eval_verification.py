@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,19 +140,25 @@ def test_fuse_views_gives_unit_rows_of_the_sum_and_keeps_zero_rows() -> None:
     assert result.xnorm == pytest.approx((5**0.5 + 5 + 8**0.5 + 5) / 6)
 
 
-def test_distances_are_squared_euclidean() -> None:
-    a, b = np.array([[1.0, 0.0], [0.6, 0.8]]), np.array([[0.0, 1.0], [0.6, 0.8]])
-    np.testing.assert_allclose(pair_distances(a.astype(np.float32), b), [2.0, 0.0], atol=1e-12)
-
-
-def test_verify_hands_over_pairs_counts_and_xnorm() -> None:
-    a, b, same = _pairs_by_formula(60, 8, 0.5)
+def test_verify_hands_over_pairs_counts_and_every_number():
+    a, b, same = _pairs_by_formula(60, 8, 2.0)
     result = verify(a, b, same.astype(np.int64), num_folds=6, xnorm=21.5)
     assert (result.num_genuine, result.num_impostor, result.xnorm) == (int(same.sum()), int((~same).sum()), 21.5)
-    assert result.accuracy_per_fold.shape == result.threshold_per_fold.shape == (6,)
-    assert result.same.dtype == bool
+    assert result.accuracy_per_fold.shape == result.threshold_per_fold.shape == (6,) and result.same.dtype == bool
     np.testing.assert_array_equal(result.distances, pair_distances(a, b))
     assert result.auc == pytest.approx(roc_auc_score(same, -result.distances), abs=1e-12)
+    assert result.exact_accuracy == np.mean(exact_fold_accuracy(result.distances, same, np.arange(60) // 10)[0])
+    genuine, impostor = np.sort(result.distances[same]), np.sort(result.distances[~same])
+    assert result.min_dcf == minimum_dcf(genuine, impostor)
+    intervals, right = result.intervals(), genuine[:, None] < impostor  # DeLong's variance, from all comparisons
+    parts = [np.var(right.mean(axis=axis), ddof=1) / right.shape[1 - axis] for axis in (0, 1)]
+    half = 1.96 * sum(parts) ** 0.5
+    assert intervals["auc"] == pytest.approx((result.auc - half, result.auc + half))
+    assert intervals["eer"][0] < result.eer < intervals["eer"][1]
+    views = np.random.default_rng(0).normal(size=(2, 600, 8)).astype(np.float32)
+    pairs = PairSet("", [], np.arange(0, 600, 2), np.arange(1, 600, 2), np.arange(300) % 3 < 2)
+    alone = pair_distances(*(_unit(views[0])[first::2] for first in (0, 1)))
+    assert pairs.verify_views(*views).plain_accuracy == np.mean(fold_accuracy(alone, pairs.same)[0])
 
 
 @pytest.mark.parametrize("kind", [True, False])
@@ -195,26 +202,16 @@ def test_arrays_that_do_not_match_are_refused() -> None:
 
 def _best_thread_time(work: Callable[[], object]) -> float:
     """Return the least of three times; not by the clock on the wall: other processes may have the cores."""
-    seconds = []
-    for _ in range(3):
-        start = time.thread_time()
-        work()
-        seconds.append(time.thread_time() - start)
-    return min(seconds)
+    return min(timeit.repeat(work, timer=time.thread_time, number=1, repeat=3))
 
 
 def test_the_accuracy_of_six_thousand_pairs_takes_a_small_part_of_what_loops_over_folds_and_thresholds_take() -> None:
     distances, same = _random_distances(6000, seed=0)
+    folds, thresholds = list(KFold(10).split(distances)), np.arange(0, 4, 0.01)
 
-    def loops() -> list[float]:
-        found = []
-        for train, held_out in KFold(10).split(distances):
-            scores = [np.mean((distances[train] < threshold) == same[train]) for threshold in np.arange(0, 4, 0.01)]
-            best = np.arange(0, 4, 0.01)[int(np.argmax(scores))]
-            found.append(float(np.mean((distances[held_out] < best) == same[held_out])))
-        return found
+    def loops() -> list[int]:
+        return [int(np.argmax([np.mean((distances[train] < t) == same[train]) for t in thresholds])) for train, _ in folds]
 
-    assert fold_accuracy(distances, same)[0].tolist() == pytest.approx(loops())
     assert _best_thread_time(lambda: fold_accuracy(distances, same)) < _best_thread_time(loops) / 5  # measured: 1/150
 
 
