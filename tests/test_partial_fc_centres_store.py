@@ -134,6 +134,20 @@ def test_an_update_lands_on_a_neighbour_and_on_average_on_the_exact_one(state: s
     assert spread < 1.2 * 0.41 / draws**0.5  # a coin of random bias has the deviation sqrt(1/6) = 0.41 of a step
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_all_kernels_round_mini_by_the_same_noise_which_each_update_changes(nesterov: bool):
+    after = []
+    for kernels in KERNELS:
+        head = _head("mini", kernels, RowSGD(nesterov=nesterov))
+        count = head.centre_store.tensors["centres_scale"].view(torch.int32)  # in the lower half of its bits
+        first = count.clone()
+        _train(head, range(4))
+        assert ((count - first) & 0xFFFF == 4).all()
+        after.append(head.shard_state())
+    for name in ("centres", "momentum"):  # but for numbers near a border
+        assert (after[0][name] != after[1][name]).float().mean() < 0.02
+
+
 @pytest.mark.parametrize(("state", "bytes_per_class"), [("exact", 4100), ("lean", 2052), ("tiny", 1544), ("mini", 1036)])
 def test_bytes_per_class_are_as_promised(state: str, bytes_per_class: int):
     head = PartialFC(build_margin("cosface", scale=32.0, margin=0.3), 100, 512, config=HeadConfig(storage=state))
