@@ -7,9 +7,6 @@ import csv
 import itertools
 import json
 import math
-import time
-import timeit
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,21 +195,6 @@ def test_arrays_that_do_not_match_are_refused() -> None:
         verify(a, b, same[:-1], xnorm=1.0)
     with pytest.raises(ValueError, match=r"got \(20, 4\), \(19, 4\) and \(20,\)"):
         verify(a, b[:-1], same, xnorm=1.0)
-
-
-def _best_thread_time(work: Callable[[], object]) -> float:
-    """Return the least of three times; not by the clock on the wall: other processes may have the cores."""
-    return min(timeit.repeat(work, timer=time.thread_time, number=1, repeat=3))
-
-
-def test_the_accuracy_of_six_thousand_pairs_takes_a_small_part_of_what_loops_over_folds_and_thresholds_take() -> None:
-    distances, same = _random_distances(6000, seed=0)
-    folds, thresholds = list(KFold(10).split(distances)), np.arange(0, 4, 0.01)
-
-    def loops() -> list[int]:
-        return [int(np.argmax([np.mean((distances[train] < t) == same[train]) for t in thresholds])) for train, _ in folds]
-
-    assert _best_thread_time(lambda: fold_accuracy(distances, same)) < _best_thread_time(loops) / 5  # measured: 1/150
 
 
 def _distances(seed: int, num_genuine: int = 300, num_impostor: int = 700, digits: int = 2) -> tuple[np.ndarray, np.ndarray]:
