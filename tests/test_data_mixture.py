@@ -16,8 +16,8 @@ from data.recordio.image_record import RecordSetWriter
 from data.sampler import SampleOrder
 
 
-def _mixture(repeats: list[float], sizes: list[int]) -> MixedDataset:
-    parts = [SyntheticDataset(3, size, seed) for seed, size in enumerate(sizes)]
+def _mixture(repeats: list[float], sizes: list[int], seeds: tuple[int, int] = (0, 1)) -> MixedDataset:
+    parts = [SyntheticDataset(3, size, seed) for seed, size in zip(seeds, sizes, strict=True)]
     maps = class_maps([3] * len(parts), "offset")
     return MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed=5)
 
@@ -58,6 +58,8 @@ def test_samples_come_from_their_source_with_their_class():
         np.testing.assert_array_equal(pixels, part.sample(inside)[0])
         assert label == dataset.label(index) == dataset.labels()[index] == part.label(inside) + (0 if index < 10 else 3)
         assert dataset.key(index) == part.key(inside)
+    others = [_mixture([1, 1], [10, 7], seeds) for seeds in ((2, 1), (0, 2))]
+    assert len({each.fingerprint()["hash of the places of the images"] for each in (dataset, *others)}) == 3
 
 
 def test_labels_become_classes_by_rule_or_by_file(tmp_path: Path):
