@@ -6,6 +6,7 @@ Shapes: N = images, H = W = data.image_size, 112 unless said otherwise.
 import codecs
 import itertools
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from utils.distributed.agreement import digest
-from utils.files import MAX_TEXT, Found, find_files, read_bytes, reading, shown
+from utils.files import MAX_TEXT, Found, find_files, lines_of, read_bytes, reading, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
 from utils.randomness import derive
 from utils.text import prefix_errors
@@ -40,9 +41,9 @@ class ListDataset(FaceDataset):
         self.path = Path(list_path)
         with reading(list_path):
             self._text = read_bytes(self.path, MAX_TEXT).removeprefix(codecs.BOM_UTF8)
-        begins, lengths, labels = ([], [], [])  # of the paths in the text: strings would take ten times the memory
+        begins, lengths, labels = array("q"), array("i"), array("i")  # of the paths in the text: strings take ten times as much
         begin = 0
-        for number, line in enumerate(self._text.splitlines(keepends=True), 1):
+        for number, line in enumerate(lines_of(self._text), 1):
             words = line.rsplit(None, 1)
             if words:
                 if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 8:
@@ -53,8 +54,8 @@ class ListDataset(FaceDataset):
             begin += len(line)
         if not labels:
             raise ValueError(f"{self.path}: lists no image; each line must be 'path label'")
-        self._begins, self._lengths = np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int32)
-        self._labels = np.array(labels, dtype=np.int32)
+        self._begins, self._lengths = np.frombuffer(begins, dtype=np.int64), np.frombuffer(lengths, dtype=np.int32)
+        self._labels = np.frombuffer(labels, dtype=np.int32)
         self.num_images = len(labels)
         self.num_classes = int(self._labels.max()) + 1
         first = self._file(0)
@@ -86,8 +87,9 @@ class ListDataset(FaceDataset):
 
     def _paths(self, begin: int) -> Iterator[bytes]:
         """Yield the path of each image without its first `begin` bytes."""
-        for first, length in zip(self._begins, self._lengths, strict=True):
-            yield self._text[first + begin : first + length]
+        for part in range(0, self.num_images, _CHUNK):
+            places = (column[part : part + _CHUNK].tolist() for column in (self._begins, self._lengths))
+            yield from (self._text[first + begin : first + length] for first, length in zip(*places, strict=True))
 
     def sample(self, index: int) -> tuple[bytes, int]:
         return _read(self._file(index)), self.label(index)

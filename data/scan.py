@@ -5,6 +5,7 @@ copy that was compressed again or resized keeps most bits; another photograph of
 Shapes: n = images read.
 """
 
+import codecs
 import functools
 import hashlib
 import os
@@ -18,7 +19,7 @@ import cv2
 import numpy as np
 
 from utils.cli import progress
-from utils.files import read_lines, write_csv
+from utils.files import MAX_TEXT, lines_of, read_bytes, write_csv
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import map_in_order
 from utils.text import one_line
@@ -77,14 +78,17 @@ def indices_of(names: Sequence[str], dataset: FaceDataset) -> np.ndarray:
 
 def _read_list(dataset: RecordDataset) -> list[str]:
     """Return the paths in train.lst if its lines and labels fit the set, otherwise nothing."""
-    path = Path(dataset.folder) / "train.lst"
+    names = []
     try:
-        rows = [line.split("\t") for line in read_lines(path)]
-    except ValueError:
+        text = read_bytes(dataset.folder / "train.lst", MAX_TEXT).removeprefix(codecs.BOM_UTF8)
+        for line, label in zip(lines_of(text), map(int, dataset.labels()), strict=True):
+            columns = line.rstrip(b"\r\n").split(b"\t")
+            if columns[2] != b"%d" % label:
+                return []
+            names.append(columns[1].decode())
+    except (OSError, ValueError, IndexError):  # no file, no UTF-8, or another number of lines or columns
         return []
-    labels = [row[2] for row in rows if len(row) >= 3]
-    fits = len(labels) == len(rows) == dataset.num_images and labels == list(map(str, dataset.labels().tolist()))
-    return [row[1] for row in rows] if fits else []
+    return names
 
 
 def _folders(files: list[str], dataset: FaceDataset) -> list[str]:
@@ -267,11 +271,11 @@ def equal_groups(scanned: Scan) -> list[np.ndarray]:
     """Return the indices of images with equal bytes, in groups of two or more; images of one colour are left out."""
     places = np.flatnonzero(scanned.faces)
     places = places[np.lexsort((places, scanned.num_bytes[places], scanned.digest[places]))]
-    same = (scanned.digest[places[1:]] == scanned.digest[places[:-1]]) & (
-        scanned.num_bytes[places[1:]] == scanned.num_bytes[places[:-1]]
-    )
-    cuts = np.flatnonzero(~same) + 1
-    return [scanned.indices[np.sort(group)] for group in np.split(places, cuts) if len(group) > 1]
+    one, other = places[:-1], places[1:]
+    same = (scanned.digest[other] == scanned.digest[one]) & (scanned.num_bytes[other] == scanned.num_bytes[one])
+    edges = np.diff(np.concatenate([[0], same, [0]]))  # an array for each image would take 200 bytes
+    cuts = zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0) + 1, strict=True)
+    return [scanned.indices[np.sort(places[first:stop])] for first, stop in cuts]
 
 
 def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:

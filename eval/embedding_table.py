@@ -5,6 +5,7 @@ Shapes: n = faces, D = embedding size.
 
 import csv
 import importlib
+from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +51,7 @@ class Faces(NamedTuple):
     qualities: dict[str, np.ndarray]  # (n,) float64: padding, score, ser_fiq, if there; NaN = not known
 
     def labels(self) -> tuple[np.ndarray, list[str]]:
-        """Return the number of each face's person, (n,) int64, and the names of the people, sorted.
-
-        Raises:
-            ValueError: a face has no person.
-        """
+        """Return the number of each face's person, (n,) int64, and the names of the people, sorted; each face needs one."""
         names = sorted(set(self.people))
         if names and not names[0]:
             first = self.names[self.people.index("")]
@@ -70,11 +67,7 @@ class Faces(NamedTuple):
 
 
 def read_table(path: Path) -> Faces:
-    """Return the faces of a table. A .npy of another program will do, beside a .csv with the columns name and person.
-
-    Raises:
-        ValueError: the file cannot be read, or is no table of unit vectors.
-    """
+    """Return the faces of a table. A .npy of another program will do, beside a .csv with the columns name and person."""
     if path.suffix not in FORMS:
         raise ValueError(f"{shown(path)}: a table of `face embed` ends in {' or '.join(FORMS)}")
     for file in files_of(path):
@@ -106,19 +99,20 @@ def _read_npy(path: Path) -> Faces:
         head = next(rows)
         name, person = head.index("name"), head.index("person")
         number, norm = (head.index(key) if key in head else None for key in ("face", "norm"))
-        names, people, numbers, norms = list[str](), list[str](), list[int](), list[float]()
-        qualities = {key: (head.index(key), list[float]()) for key in _QUALITIES if key in head}
+        names, people, numbers, norms = list[str](), list[str](), array("q"), array("d")
+        qualities = {key: (head.index(key), array("d")) for key in _QUALITIES if key in head}
+        same: dict[str, str] = {}  # a repeated text is kept once
         for row in rows:
             if len(names) == len(vectors):
                 raise ValueError(f"{len(vectors)} vectors, but more rows in the .csv")
             names.append(row[name])
-            people.append(row[person])
+            people.append(same.setdefault(row[person], row[person]))
             numbers.append(0 if number is None else int(row[number]))
             norms.append(float("nan") if norm is None else float(row[norm]))
             for place, values in qualities.values():
                 values.append(float(row[place] or "nan"))
     known = {key: np.array(values) for key, (_, values) in qualities.items()}
-    return Faces(names, np.array(numbers, dtype=np.int64), people, np.array(norms), vectors, {}, known)
+    return Faces(names, np.array(numbers), people, np.array(norms), vectors, {}, known)
 
 
 def _read_parquet(path: Path) -> Faces:

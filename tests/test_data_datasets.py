@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +69,6 @@ def test_the_form_of_a_set_and_its_labels_are_recognised(name: str, form: str, l
     assert f"train.rec: {form}, " in dataset.describe()
     assert (dataset.num_images, _labels(dataset)) == (len(labels), labels)
     assert dataset.num_classes == max(labels) + 1
-
-
-def test_key_0_of_a_headerless_set_is_an_image() -> None:
-    dataset = RecordDataset(str(SETS / "08_no_header_shuffled"))
-    assert _keys(dataset) == [5, 1, 2, 10, 0]
 
 
 def test_a_vector_of_two_labels_with_an_image_is_no_header(tmp_path: Path) -> None:
@@ -197,16 +190,6 @@ def test_property_gives_the_number_of_classes(text: str | None, num_classes: int
 def test_property_that_contradicts_the_labels_is_an_error(text: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         RecordDataset(_write(tmp_path, [(0, 0, b"image"), (1, 2, b"image")], text))
-
-
-def test_many_threads_and_a_pickled_copy_read_the_same_bytes_as_one_thread() -> None:
-    dataset = RecordDataset(str(SETS / "01_plain_float"))
-    expected = [_pixels(dataset, i) for i in range(dataset.num_images)]
-    copy = pickle.loads(pickle.dumps(dataset))
-    with ThreadPoolExecutor(4) as pool:
-        for again in (dataset, copy):
-            found = list(pool.map(lambda i, again=again: _pixels(again, i), list(range(len(expected))) * 5))
-            assert all((image == expected[i % len(expected)]).all() for i, image in enumerate(found))
 
 
 def _write_image(path: Path, value: int, height: int = 112) -> None:

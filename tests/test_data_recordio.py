@@ -4,7 +4,6 @@ import hashlib
 import json
 import multiprocessing
 import pickle
-import shutil
 import struct
 import subprocess
 import sys
@@ -98,40 +97,6 @@ def test_every_oracle_set_is_read_and_rewritten_as_mxnet_does(face_oracle: Path,
         _check_rewriting(folder, tmp_path)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_index_rebuilt_by_a_walk_equals_the_index_file(name: str, tmp_path: Path) -> None:
-    folder = FIXTURES / "rec" / name
-    shutil.copyfile(folder / "train.rec", tmp_path / "train.rec")
-    rebuilt = _open(tmp_path)
-    assert rebuilt.rebuilt
-    assert rebuilt.keys.tolist() == list(range(len(rebuilt)))
-    assert rebuilt.offsets.tolist() == sorted(_open(folder).offsets.tolist())
-
-
-def test_records_in_file_order_are_those_of_the_index() -> None:
-    records = _open(FIXTURES / "rec" / "05_magic_payload")
-    assert list(_in_order(records.path)) == [bytes(records.read_position(i)) for i in range(len(records))]
-
-
-def test_parts_are_cut_where_mxnet_cuts_them() -> None:
-    parts = json.loads((FIXTURES / "rec" / "05_magic_payload" / "expected.json").read_text())["parts"]
-    data = (FIXTURES / "rec" / "05_magic_payload" / "train.rec").read_bytes()
-    for offset, cflag, length in parts:
-        assert struct.unpack_from("<4sI", data, offset) == (MAGIC, cflag << 29 | length)
-
-
-@pytest.mark.parametrize("name", ["01_plain_float", "02_insightface_vec", "04_vector_labels", "12_py2_mxnet151"])
-def test_packing_unpacked_fields_gives_the_same_bytes(name: str) -> None:
-    records = _open(FIXTURES / "rec" / name)
-    for i, key in enumerate(records.keys.tolist()):
-        raw = bytes(records.read_position(i))
-        label, record_id, id2, payload = unpack(raw)
-        packed = pack(label, record_id, id2, bytes(payload))
-        if (name, key) in (("04_vector_labels", 11), ("04_vector_labels", 12)):  # not made by pack: a number besides
-            packed = packed[:4] + raw[4:8] + packed[8:]
-        assert packed == raw
-
-
 @pytest.mark.parametrize(
     ("label", "flag", "number", "vector"),
     [
@@ -191,20 +156,6 @@ def test_harmless_oddities_change_no_byte(case: str) -> None:
     records = IndexedRecordFile(path.with_suffix(".rec"), path.with_suffix(".idx"))
     for want in CORRUPT["records"]:
         assert _sha256(_read(records, want["key"])) == want["sha256"]
-
-
-def test_errors_name_key_and_byte() -> None:
-    records = IndexedRecordFile(FIXTURES / "corrupt" / "cflag_7.rec", FIXTURES / "corrupt" / "cflag_7.idx")
-    with pytest.raises(ValueError, match=r"^record 2 of .*cflag_7\.rec: byte 96: cflag must be 0 or 1 here, got 7"):
-        _read(records, 2)
-
-
-def test_an_index_of_some_of_the_records_is_read(tmp_path: Path) -> None:
-    records = _write(tmp_path, [(i, MAGIC * (i % 3) + bytes([i]) * i) for i in range(40)])
-    kept = [3, 4, 11, 30, 39]
-    lines = "".join(f"{i}\t{records.offsets[i]}\n" for i in kept)
-    (tmp_path / "train.idx").write_text(lines)
-    assert [bytes(_read(_open(tmp_path), i)) for i in kept] == [MAGIC * (i % 3) + bytes([i]) * i for i in kept]
 
 
 def test_headers_in_bulk_equal_headers_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ MAX_TEXT = 1 << 32  # bytes of a list; 42 million lines of 60 bytes are 2.5 GB
 MAX_SMALL_TEXT = 1 << 24  # bytes of a configuration, or of another file that people write by hand
 HASH = "xxh3_128"  # detects damage, at 10 GB/s, but not deliberate changes
 MAX_DEPTH = 32  # folders below the one that is searched
+_PART = 1 << 18  # bytes of a long text, and some more up to the end of a line
 
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
@@ -96,22 +97,23 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a UTF-8 text, without their ends and without the mark that editors of Windows begin a file with.
-
-    Raises:
-        ValueError: the file cannot be read, or is no UTF-8 text.
-    """
+    """Return the lines of a UTF-8 text, without their ends and without the mark that editors of Windows begin a file with."""
     with reading(path):
         text = read_text(path)
     return text.removesuffix("\n").split("\n") if text else []  # splitlines also cuts names at U+2028 and its like
 
 
-def read_csv(path: str | os.PathLike[str]) -> list[list[str]]:
-    """Return the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons if the first line has no comma.
+def lines_of(text: bytes) -> Iterator[bytes]:
+    """Yield the lines of a text with their ends. Those of a long one are never in memory at once."""
+    begin = 0
+    while begin < len(text):
+        stop = text.find(b"\n", begin + _PART) + 1 or len(text)
+        yield from text[begin:stop].splitlines(keepends=True)
+        begin = stop
 
-    Raises:
-        ValueError: the file cannot be read, or is no such table.
-    """
+
+def read_csv(path: str | os.PathLike[str]) -> list[list[str]]:
+    """Return the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons if the first line has no comma."""
     with reading(path):
         text = read_text(path)
     head = text.partition("\n")[0]
@@ -126,9 +128,6 @@ def read_numbers(path: str | os.PathLike[str], columns: str) -> Iterator[tuple[i
 
     Args:
         columns: their names, for example "source label class".
-
-    Raises:
-        ValueError: as for `read_lines`, or naming the first line that is wrong.
     """
     for number, line in enumerate(read_lines(path), 1):
         words = line.split("#")[0].split()

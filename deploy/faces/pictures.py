@@ -29,7 +29,7 @@ _KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored uncha
 class Picture(NamedTuple):
     """A picture to store."""
 
-    path: Path
+    folder: Path  # below which it is; a path for each would take most of the memory
     name: str  # relative, for train.lst and messages
     label: int
     points: np.ndarray | None = None  # (5, 2), landmarks to align by; None = no alignment
@@ -70,11 +70,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 
 def list_pictures(folder: Path) -> list[str]:
-    """Return the pictures below a folder, as paths below it in their order; what is passed over is a warning.
-
-    Raises:
-        ValueError: there is no such folder, or no picture in it.
-    """
+    """Return the pictures below a folder, as paths below it in their order; what is passed over is a warning."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     found = find_files(folder, IMAGE_SUFFIXES, top=True)
@@ -94,10 +90,7 @@ def check_distinct(folder: Path, names: Sequence[str], crops: Sequence[object]) 
 
 
 def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
-    """Read a folder with a sub-folder per identity.
-
-    Return the pictures, the names of the identities, and the number of identities with too few pictures.
-    """
+    """Return the pictures below a folder of one per identity, the identities' names, and the number of those with too few."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
     found = find_files(folder, IMAGE_SUFFIXES)
@@ -111,7 +104,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
     for name, files in found.by_folder().items():
         most = max(most, len(files))
         if len(files) >= max(1, min_images):
-            pictures += [Picture(folder / file, file, len(kept)) for file in files]
+            pictures += [Picture(folder, file, len(kept)) for file in files]
             kept.append(name)
     if not pictures:
         if not most:
@@ -132,7 +125,7 @@ def read_list(path: Path) -> Iterator[Picture]:
         if len(columns) >= 3 and not is_number(columns[1]) and columns[2].strip().isdigit():
             yield _insightface_line(path, number, columns)
         elif len(columns) >= 3 and is_number(columns[1]) and float(columns[1]).is_integer() and float(columns[1]) >= 0:
-            yield Picture(path.parent / columns[-1], columns[-1], int(float(columns[1])))
+            yield Picture(path.parent, columns[-1], int(float(columns[1])))
         else:
             raise ValueError(
                 f"{path}: line {number} must be 'aligned TAB path TAB label ...' (insightface) "
@@ -143,18 +136,18 @@ def read_list(path: Path) -> Iterator[Picture]:
 def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
     aligned, name, label = columns[0].strip(), columns[1], int(columns[2])
     if aligned == "1":
-        return Picture(path.parent / name, name, label)
+        return Picture(path.parent, name, label)
     try:
         points = np.array([float(column) for column in columns[7:17]]).reshape(2, 5).T
     except ValueError:
         raise ValueError(f"{path}: line {number}: {name} is not aligned, so ten landmark numbers must follow its box") from None
-    return Picture(path.parent / name, name, label, points)
+    return Picture(path.parent, name, label, points)
 
 
 def encode(picture: Picture, rules: Rules) -> Encoded | Rejected:
     """Return the bytes to store: the file's own bytes if it is a JPEG or PNG of the right size, otherwise a new JPEG."""
     try:
-        data = read_bytes(picture.path)
+        data = read_bytes(picture.folder / picture.name)
     except OSError as error:
         return Rejected(picture.name, f"cannot be read: {error.strerror}")
     try:

@@ -71,7 +71,7 @@ def convert(options: argparse.Namespace) -> None:
         for picture, image in progress(results, len(pictures), "writing", "picture"):
             if isinstance(image, Rejected):
                 if not options.skip_bad:
-                    raise ValueError(f"{picture.path}: {image.reason}. {_advice(picture, image)}")
+                    raise ValueError(f"{picture.folder / picture.name}: {image.reason}. {_advice(picture, image)}")
                 skipped.append(image)
             else:
                 writer.add(numbers.setdefault(picture.label, len(numbers)), image.data, picture.name)
