@@ -72,7 +72,7 @@ def write_page(
 ) -> None:
     """Write the page."""
     page = Page(title)
-    facts = [("images", f"{len(indices):,}, of {len(np.unique(found.labels)):,} people")]
+    facts = [("images", f"{len(indices):,}, of {np.count_nonzero(np.bincount(found.labels)):,} people")]
     border, unclear = found.border, (found.lead < 1).any()
     if unclear:
         facts += [

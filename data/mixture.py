@@ -15,6 +15,7 @@ from utils.files import read_numbers
 from utils.randomness import derive, permute
 
 from .base import FaceDataset
+from .recordio.index import distinct
 
 
 class Source(NamedTuple):
@@ -133,7 +134,7 @@ def _read_class_maps(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
     for source, classes in enumerate(maps):
         if (classes < 0).any():
             raise ValueError(f"{path}: label {int((classes < 0).argmax())} of source {source} has no class; list every label")
-    used = np.unique(np.concatenate(maps))
+    used = distinct(np.concatenate(maps))
     if int(used[-1]) + 1 != len(used):
         gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
         raise ValueError(f"{path}: classes must be 0 to {len(used) - 1} without gaps, but {gap} is missing")

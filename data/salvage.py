@@ -18,6 +18,7 @@ from utils.files import check_file, reading
 
 from .recordio.container import MAGIC, MAX_LENGTH
 from .recordio.image_record import MAX_CLASSES, are_classes
+from .recordio.index import distinct
 
 _BLOCK = 1 << 24  # words searched at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
@@ -141,15 +142,15 @@ def choose_keys(headers: SalvagedHeaders) -> np.ndarray:
     wanted = np.array([a, a + len(empty) - 1], dtype=np.float32)
     matches = empty[(headers.labels[empty] == wanted).all(axis=1)]
     ids = headers.ids.astype(np.int64)
-    distinct = len(np.unique(ids)) == count and bool((ids >= 0).all())
+    differ = len(distinct(ids)) == count and bool((ids >= 0).all())
     if not len(matches):
-        return ids if distinct else np.arange(count)
+        return ids if differ else np.arange(count)
     header, others = int(matches[-1]), ~images
     others[header] = False
     keys = np.zeros(count, dtype=np.int64)
     keys[images] = np.arange(1, a)
     keys[others] = np.arange(a, count)
-    alike = distinct and all(np.array_equal(np.sort(ids[kind]), keys[kind]) for kind in (images, others)) and not ids[header]
+    alike = differ and all(np.array_equal(np.sort(ids[kind]), keys[kind]) for kind in (images, others)) and not ids[header]
     return ids if alike else keys
 
 

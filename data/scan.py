@@ -120,7 +120,7 @@ def copy_set(
         raise ValueError(f"{out}: the new set must not be written over the old one; choose another folder")
     labels = np.asarray(dataset.labels() if labels is None else labels)
     order = indices[np.argsort(labels[indices], kind="stable")]
-    old = np.unique(labels[indices])
+    old = np.flatnonzero(np.bincount(labels[indices]))
     new = np.full(dataset.num_classes + len(names), -1, dtype=np.int64)
     new[old] = np.arange(len(old))
     with RecordSetWriter(out, overwrite=overwrite) as writer, progress([], len(order), f"writing {out.name}", "image") as bar:

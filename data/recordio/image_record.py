@@ -26,7 +26,7 @@ from utils.image import IMAGE_SIZE, image_size
 from utils.text import prefix_errors
 
 from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
-from .index import read_index
+from .index import distinct, read_index
 
 _HEADER = struct.Struct("<IfQQ")
 _CHUNK = 1 << 18  # headers read at once
@@ -111,7 +111,7 @@ class IndexedRecordFile:
         else:
             self.keys, self.offsets = read_index(idx_path)
             self._check_offsets(os.fspath(idx_path))
-        self._starts = self.offsets if is_ascending(self.offsets) else np.unique(self.offsets)  # keys may share a record
+        self._starts = self.offsets if is_ascending(self.offsets) else distinct(self.offsets)  # keys may share a record
 
     def _check_offsets(self, idx_path: str) -> None:
         for begin in range(0, len(self.offsets), _CHUNK):

@@ -102,11 +102,16 @@ def _keep_last(keys: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.nd
     return keys[last], offsets[last]
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Return the different ones of some integers, ascending. Without the counts numpy hashes: minutes for 42 million keys."""
+    return np.unique(values, return_counts=True)[0]
+
+
 def _repeats(keys: np.ndarray) -> bool:
     """Return whether a key occurs twice. Dense keys, as in a set of millions, are checked without sorting."""
     low, high = int(keys.min()), int(keys.max())
     if high - low >= 8 * len(keys) + 1024:
-        return len(np.unique(keys)) < len(keys)
+        return len(distinct(keys)) < len(keys)
     seen = np.zeros(high - low + 1, dtype=bool)
     for begin in range(0, len(keys), _BLOCK):
         seen[keys[begin : begin + _BLOCK] - low] = True

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.clustering import NEIGHBOURS, SIZES, Clusters, agreement, calibrate, cluster, expand, write_page
+from data.recordio.index import distinct
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if indices is not None and (indices < 0).any():
         name = faces.names[int((indices < 0).argmax())]
         raise ValueError(f"--set: {shown(options.set)} has no image {name}; give the set that was embedded")
-    if options.to_rec is not None and indices is not None and len(np.unique(indices)) < len(indices):
+    if options.to_rec is not None and indices is not None and len(distinct(indices)) < len(indices):
         raise ValueError(f"--to-rec: a picture of {shown(options.table)} has several faces; embed crops of one face each")
     others = _known(options, faces)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -161,7 +161,8 @@ def inspect(options: argparse.Namespace) -> None:
 def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace) -> tuple[list[Copy], int]:
     """Return the copies within the set, and the number of candidates for near copies that were not compared."""
     copies = [Copy(int(group[0]), int(other), "equal", 1.0) for group in equal_groups(scanned) for other in group[1:]]
-    distinct = np.setdiff1d(np.flatnonzero(scanned.faces), np.searchsorted(scanned.indices, [copy.second for copy in copies]))
+    seconds = np.searchsorted(scanned.indices, [copy.second for copy in copies])
+    distinct = np.setdiff1d(np.flatnonzero(scanned.faces), seconds, assume_unique=True)
     pairs = distinct[candidates(scanned.dhash[distinct])]
 
     def compare(pair: np.ndarray) -> Copy:

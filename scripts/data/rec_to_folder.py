@@ -35,7 +35,7 @@ def extract(options: argparse.Namespace) -> None:
     wanted = np.zeros(dataset.num_classes, dtype=bool)
     wanted[parse_classes(options.classes, dataset.num_classes)] = True
     chosen, written = np.flatnonzero(wanted[labels]), 0
-    for index in progress(chosen.tolist(), None, "writing", "picture"):
+    for index in progress(map(int, chosen), len(chosen), "writing", "picture"):
         data = bytes(dataset.sample(index)[0])
         suffix = next((suffix for start, suffix in IMAGE_STARTS.items() if data.startswith(start)), ".bin")
         target = options.out / f"{labels[index]:06d}" / f"{dataset.record_key(index)}{suffix}"
@@ -47,7 +47,7 @@ def extract(options: argparse.Namespace) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, data, durable=False)
         written += 1
-    print(f"{options.out}: {written} pictures of {len(np.unique(labels[chosen]))} identities written")
+    print(f"{options.out}: {written} pictures of {np.count_nonzero(np.bincount(labels[chosen]))} identities written")
 
 
 if __name__ == "__main__":

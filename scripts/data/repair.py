@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from data.record_dataset import RecordDataset, classes_of_property
 from data.recordio.image_record import RecordSetWriter, read_index, unpack
+from data.recordio.index import distinct
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
 from utils.cli import add_threads, make_parser, progress
 from utils.files import new_file, write_csv
@@ -62,10 +63,11 @@ def repair(options: argparse.Namespace) -> None:
         raise ValueError(f"{rec_path}: no sound record in its {rec_path.stat().st_size} bytes: this is not a RecordIO file")
     headers = read_headers(rec_path, sound)
     old, index_fault = _old_index(rec_path, sound)
-    bad = unusable(headers, num_classes)
+    bad, by_byte = unusable(headers, num_classes), np.argsort(old[1], kind="stable")
 
     def fault(byte: int, reason: str) -> Fault:
-        return Fault(byte, " ".join(map(str, old[0][old[1] == byte].tolist())), reason)
+        first, stop = (np.searchsorted(old[1], byte, side, by_byte) for side in ("left", "right"))
+        return Fault(byte, " ".join(map(str, old[0][by_byte[first:stop]].tolist())), reason)
 
     faults = [fault(begin, f"{end - begin} bytes hold no sound record") for begin, end in sound.damage]
     faults = sorted(faults + [fault(int(sound.offsets[i]), reason) for i, reason in bad.items()])
@@ -74,7 +76,7 @@ def repair(options: argparse.Namespace) -> None:
     if index_fault:
         print(f"BAD  {index_fault}")
     if options.out:
-        images = np.setdiff1d(np.flatnonzero(headers.payload_sizes > 0), list(bad))
+        images = np.setdiff1d(np.flatnonzero(headers.payload_sizes > 0), list(bad), assume_unique=True)
         undecoded = _copy(options, sound, images, headers.labels[images, 0], num_classes or 0)
         left_out, path = sorted(faults + [fault(*item) for item in undecoded]), options.out / "left_out.csv"
         write_csv(path, ("byte", "record", "reason"), left_out)
@@ -105,8 +107,8 @@ def _old_index(rec_path: Path, sound: Sound) -> tuple[tuple[np.ndarray, np.ndarr
         old = read_index(path)
     except ValueError as error:
         return none, str(error)
-    missing = len(np.setdiff1d(sound.offsets, old[1]))
-    wrong = len(np.setdiff1d(old[1], sound.offsets))
+    known, either = distinct(old[1]), distinct(np.concatenate([sound.offsets, old[1]]))
+    missing, wrong = len(either) - len(known), len(either) - len(sound.offsets)
     if missing or wrong:
         beyond = int(np.count_nonzero(old[1] >= rec_path.stat().st_size))
         lost = f"; {beyond} are beyond the end of train.rec, which was cut: get it again if you can" if beyond else ""
@@ -162,7 +164,7 @@ def _copy(
     left_out = []
     # without header record: that form needs images of every class, and a class may have lost all of them
     with RecordSetWriter(options.out, False, overwrite=options.overwrite, num_classes=num_classes) as writer:
-        found = map_in_order(read, images.tolist(), options.threads)
+        found = map_in_order(read, map(int, images), options.threads)
         for place, (payload, reason) in enumerate(progress(found, len(images), "copying", "image")):
             if reason:
                 left_out.append((int(sound.offsets[images[place]]), reason))
