@@ -108,12 +108,6 @@ def test_only_a_number_is_packed_as_a_number(label: Any, flag: int, number: floa
     assert pack(label, 9, 8, b"x") == struct.pack(f"<IfQQ{flag}f", flag, number, 9, 8, *vector) + b"x"
 
 
-@pytest.mark.parametrize(("record", "reason"), [(bytes(23), "at least 24 bytes"), (b"\x02" + bytes(30), "announces 2")])
-def test_a_record_without_room_for_its_header_is_an_error(record: bytes, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        unpack(record)
-
-
 def _read_all(path: Path) -> None:
     records = IndexedRecordFile(path.with_suffix(".rec"), path.with_suffix(".idx"))
     for key in records.keys.tolist():
@@ -210,13 +204,6 @@ def test_records_behind_4_gib_are_read(tmp_path: Path) -> None:
     assert bytes(_read(records, 0)) == record
     assert next(records.headers()).labels.tolist() == [3.0]
     path.unlink()
-
-
-def test_an_interrupted_writer_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RecordWriter(tmp_path / "train.rec", tmp_path / "train.idx") as writer:
-        writer.write(0, b"first")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_appear_only_when_the_writer_closes(tmp_path: Path) -> None:
