@@ -6,6 +6,7 @@ import math
 import os
 import select
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,8 +60,15 @@ def leave_closed_output(error: BrokenPipeError) -> int:
     poll.register(1, 0)
     if not poll.poll(0):
         raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes what is left when it ends
+    drop_output()
     return 128 + signal.SIGPIPE  # as shells give it
+
+
+def drop_output() -> None:
+    """Write what stdout holds; if it takes no more, let Python write it to nowhere when the program ends."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def int_in_range(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -49,11 +49,7 @@ def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> in
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> bytes:
-    """Return the contents of a file.
-
-    Raises:
-        OSError: as for `check_file`, or the file cannot be read; the error always names the file.
-    """
+    """Return the contents of a file; OSError, which names it, as for `check_file`, or if it cannot be read."""
     check_file(path, max_bytes)
     # the file may have become a pipe meanwhile, so opening must never block
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -76,12 +72,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> by
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT, encoding: str = "utf-8-sig") -> str:
-    """Return the text of a file, with newlines as line ends.
-
-    Raises:
-        OSError: as for `read_bytes`.
-        UnicodeDecodeError: it is not in this encoding.
-    """
+    """Return the text of a file, with newlines as line ends; OSError as for `read_bytes`, or UnicodeDecodeError."""
     return read_bytes(path, max_bytes).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 

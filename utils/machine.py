@@ -27,6 +27,10 @@ def begin_imports() -> None:
     """
     global _importing
     atexit.register(_end)  # before all others, so that it is called after them
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `>&-`: the next file, perhaps a gallery, would get its number
+            os.set_inheritable(number := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(number, mode))  # noqa: SIM115 - until the end
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     if gc.isenabled():

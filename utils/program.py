@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,7 +15,7 @@ import torch
 
 from . import distributed
 from .allocator import keep_freed_memory, out_of_memory
-from .cli import leave_closed_output
+from .cli import drop_output, leave_closed_output
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
 from .machine import end_imports
@@ -27,6 +28,12 @@ USER_ERROR = 78
 _STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # signals that ask a run to stop
 _NOTHING_SAVED = "no step was trained, so nothing was saved; earlier checkpoints are untouched"
 _PATIENCE = 3.0  # seconds in which the main thread raises KeyboardInterrupt, unless it hangs
+# what an OSError that names no file says -> what to do
+_UNNAMED = {
+    "No space left|Disk quota exceeded": "make room on the disk of the output or of temporary files",
+    "temporary directory": "set TMPDIR to a folder that can be written",
+    "AF_UNIX path too long": "set TMPDIR to a folder with a shorter path",
+}
 TESTED_TORCH = "2.13.0"  # of requirements.txt
 
 
@@ -178,9 +185,14 @@ def run_main(run: Callable[..., int | None], *arguments: Any) -> int:
     except BrokenPipeError as error:
         status = leave_closed_output(error)
     except OSError as error:
+        text = f"{error.filename}: {error.strerror}"
         if error.filename is None or error.strerror is None:
-            raise
-        _say(f"error: {who}{error.filename}: {error.strerror}")
+            fix = next((fix for part, fix in _UNNAMED.items() if re.search(part, str(error))), "")
+            if not fix:
+                raise
+            text = f"{error}; {fix}"
+            drop_output()
+        _say(f"error: {who}{text}")
     except StoppedError as stopped:
         if rank == "0":
             _say(f"stopped by {stopped}")
