@@ -90,6 +90,16 @@ def test_every_file_operation_may_fail(tmp_path: Path, error: int):
     assert failures > len(numbers) // 2  # the rest struck the pruning, after the checkpoint was whole
 
 
+def test_checkpoints_are_saved_where_a_folder_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(handle: int) -> None:  # as CIFS does
+        if os.path.isdir(f"/dev/fd/{handle}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    save_now(tmp_path, step=1, **_state(1))
+    assert _check_whole(tmp_path) == [1]
+
+
 def _save_and_die(run: Path, number: int) -> None:
     with faulty(Disk(number, error=0)):
         _writer(run, background=False).save(3, **as_files(**_state(3)), last=True)

@@ -124,6 +124,9 @@ def flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # file systems such as CIFS cannot flush a folder
+            raise
     finally:
         os.close(handle)
 
