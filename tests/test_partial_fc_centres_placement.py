@@ -133,6 +133,12 @@ def test_the_file_has_no_name_and_is_gone_with_the_head(tmp_path: Path):
     assert _mapped(tmp_path) == []
 
 
+def test_the_file_is_there_where_the_system_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)  # as on macOS
+    tensor, _ = Memory("disk", torch.device("cpu"), 1 << 16, tmp_path).zeros((64, 4), torch.float32)
+    assert tensor.fill_(1).sum() == 256
+
+
 @pytest.mark.parametrize("placement", ["disk", "device"])
 def test_a_head_four_times_larger_than_the_memory_limit_trains_and_resumes_on_two_ranks(
     run_ranks: Callable[..., None], tmp_path: Path, placement: str

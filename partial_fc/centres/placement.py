@@ -90,7 +90,9 @@ def _file_without_a_name(size: int, folder: Path | None) -> mmap.mmap:
     where = Path(tempfile.gettempdir()) if folder is None else folder
     try:
         with tempfile.TemporaryFile(dir=where) as file:  # the mapping keeps it
-            os.posix_fallocate(file.fileno(), 0, max(1, size))
+            if hasattr(os, "posix_fallocate"):  # not on macOS, where nothing is reserved
+                os.posix_fallocate(file.fileno(), 0, max(1, size))
+            file.truncate(max(1, size))
             return mmap.mmap(file.fileno(), max(1, size))
     except OSError as error:
         raise ValueError(
