@@ -62,11 +62,10 @@ def test_an_image_takes_few_bytes(tmp_path: Path, what: str):
     np.save(tmp_path / "table.npy", np.ones((count, 1), dtype=np.float32))
     rows = "".join(f"{number},0,somebody_{number // 50},{number}.5,0.0,0.5\n" for number in range(count))
     (tmp_path / "table.csv").write_text(f"name,face,person,norm,padding,score\n{rows}")
-    if what == "tar":
-        with tarfile.open(tmp_path / "0.tar", "w") as shard:
-            for name in names:
-                shard.addfile(tarfile.TarInfo(name))
-                shard.add(tmp_path / "one.txt", name.replace(".jpg", ".cls"))
+    with tarfile.open(tmp_path / "0.tar", "w") as shard:
+        for name in names if what == "tar" else ():
+            shard.addfile(tarfile.TarInfo(name))
+            shard.add(tmp_path / "one.txt", name.replace(".jpg", ".cls"))
     read: dict[str, Callable[[], object]] = {
         "list": lambda: ListDataset(tmp_path / "list.txt"),
         "train.lst": lambda: SetNames(dataset),

@@ -223,8 +223,10 @@ def test_a_run_started_anew_within_a_second_is_read_after_the_first(tmp_path: Pa
             log.record(step, "train", {"loss": 1.0})
     (file,) = (tmp_path / "tensorboard").iterdir()  # of a process whose number is above that of the next
     file.rename(file.with_name(f"events.out.tfevents.{int(time.time())}.zzz"))
+    os.truncate(tmp_path / "metrics.jsonl", 300_000_000)  # as long as of a million steps; the rest is a damaged line
     with RunLog(tmp_path, 0, 4, 8) as log:
         log.record(5, "train", {"loss": 2.0})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in events] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .files import open_own, read_bytes, write_file
+from .files import MAX_TEXT, lines_of, open_own, read_bytes, write_file
 from .text import printable
 
 
@@ -243,13 +243,13 @@ def _keep_steps(path: Path, last: int) -> None:
     """Remove records after optimizer step `last`, and a truncated line, from metrics.jsonl; 0 removes all."""
     if not path.is_file():
         return
-    lines = read_bytes(path).decode("utf-8", "replace").splitlines()
+    lines = list(lines_of(read_bytes(path, MAX_TEXT)))
     kept = [line for line in lines if last and (step := _step_of(line)) is not None and step <= last]
     if len(kept) < len(lines):
-        write_file(path, "".join(f"{line}\n" for line in kept))
+        write_file(path, b"".join(line.rstrip() + b"\n" for line in kept))
 
 
-def _step_of(line: str) -> int | None:
+def _step_of(line: bytes) -> int | None:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
