@@ -173,6 +173,12 @@ def test_headers_in_bulk_equal_headers_one_by_one(tmp_path: Path, monkeypatch: p
     assert seen == 90
 
 
+@pytest.mark.parametrize(("record", "reason"), [(bytes(23), "at least 24 bytes"), (b"\x02" + bytes(30), "announces 2")])
+def test_a_record_without_room_for_its_header_is_an_error(record: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        unpack(record)
+
+
 def test_writer_refuses_a_record_of_2_to_the_29_bytes(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "train.rec") as writer:
         with pytest.raises(ValueError, match="record 4 has 536870912"):
