@@ -280,9 +280,8 @@ import os, signal, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("-"):
     command.pop(0)
-tasks = []
-for task in range(int(os.environ["SLURM_NTASKS"])):
-    tasks.append(subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}}))
+own = [{{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}} for task in range(int(os.environ["SLURM_NTASKS"]))]
+tasks = [subprocess.Popen(command, env={{**os.environ, **variables}}) for variables in own]
 statuses = [task.wait() for task in tasks]
 print("statuses", statuses, flush=True)
 sys.exit(max(status if status >= 0 else 128 - status for status in statuses))
@@ -364,11 +363,8 @@ def machines() -> Iterator[list[tuple[str, str]]]:
         pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
     try:
         _ip("netns", "add", names[1])
-        linked = subprocess.run(
-            ["ip", "link", "add", "face0", "netns", names[0], "type", "veth", "peer", "name", "face1", "netns", names[1]],
-            capture_output=True,
-            text=True,
-        )
+        link = f"ip link add face0 netns {names[0]} type veth peer name face1 netns {names[1]}"
+        linked = subprocess.run(link.split(), capture_output=True, text=True)
         if linked.returncode:
             pytest.skip(f"virtual network cards are not allowed here: {linked.stderr.strip()}")
         for k, name in enumerate(names):
@@ -413,6 +409,22 @@ def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_pat
     assert 0 <= _lost_steps(run, total) <= EVERY
 
 
+def test_a_machine_whose_clock_is_wrong_leaves_no_other_to_train_alone(config: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = ["--machines=2", f"--head=127.0.0.1:{free.getsockname()[1]}", "--processes=1", config, "train.max_steps=2"]
+    late = (  # a minute, as torch's rendezvous sees it
+        "import datetime as d, sys; from torch.distributed.elastic.rendezvous import dynamic_rendezvous as theirs\n"
+        "theirs.datetime = type('', (d.datetime,), {'now': lambda zone: d.datetime.now(zone) - d.timedelta(minutes=1)})\n"
+        "from scripts.launch import train; sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    second, log = [sys.executable, "-c", late, *where, "--is-head=no"], tmp_path / "output.txt"
+    here = _environment(PYTHONPATH=str(ROOT))
+    with _started([*TRAIN, *where], log, here) as head, _started(second, tmp_path / "other.txt", here):
+        assert _finish(head, log) == 1, log.read_text()
+    assert "error: the machines cannot meet: only 1 of 2 came; set their clocks, 10 s apart at most" in log.read_text()
+    assert not (tmp_path / "tiny").exists()
+
+
 class _Agent:
     """What torchrun's agent is to its keep-alive thread: that thread may hold the last reference to it."""
 
@@ -449,13 +461,10 @@ def test_the_end_of_torchrun_is_quiet_while_its_keep_alive_thread_works(monkeypa
 
 def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback():
     program = (
-        "import atexit, os, signal, sys\n"
-        "from torch.distributed import run\n"
-        "from scripts.launch import torchrun\n"
+        "import atexit, os, signal, sys; from torch.distributed import run; from scripts.launch import torchrun\n"
         "def raising(number, frame): raise KeyError\n"
         "run.main = lambda arguments: signal.signal(signal.SIGINT, raising)\n"
-        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
-        "sys.exit(torchrun.main(['train.py']))\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT); sys.exit(torchrun.main(['train.py']))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
@@ -463,13 +472,10 @@ def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback():
 
 def test_a_signal_that_meets_a_stopwatch_of_torch_before_it_begins_is_no_traceback():
     program = (
-        "from torch.distributed import run\n"
-        "from torch.distributed.elastic.metrics import api\n"
-        "from torch.distributed.elastic.multiprocessing.api import SignalException\n"
-        "from scripts.launch import torchrun\n"
+        "from torch.distributed import run; from torch.distributed.elastic.metrics import api\n"
+        "from torch.distributed.elastic.multiprocessing.api import SignalException; from scripts.launch import torchrun\n"
         "api.time = type('', (), {'time': lambda: (_ for _ in ()).throw(SignalException('got a signal', 15))})\n"
-        "run.main = api.prof(print)\n"
-        "raise SystemExit(torchrun.main(['train.py']))\n"
+        "run.main = api.prof(print); raise SystemExit(torchrun.main(['train.py']))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

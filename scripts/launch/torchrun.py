@@ -63,16 +63,25 @@ def can_forward_signals() -> bool:
 
 
 def agent_like(base: Any) -> Any:
-    """Return a class like torchrun's agent, which starts and watches the processes, but for three things.
+    """Return a class like torchrun's agent, which starts and watches the processes, but for four things.
 
+    - It starts nothing on fewer machines than asked for: torch leaves out one whose clock is 15 s late, and says nothing.
     - It restarts nothing after a process has exited with status 78 (EX_CONFIG of sysexits.h).
     - It lives until this process ends. Its keep-alive thread holds a reference to it. If that is the last one, the thread
       deletes the agent, which joins the keep-alive thread, that is, itself. That prints a traceback on stderr (torch 2.13).
     - It kills the processes at a second Ctrl-C, and does not send SIGTERM then, after which they save.
     """
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
     kept = []
 
     class Agent(base):
+        def _rendezvous(self, group: Any) -> None:
+            super()._rendezvous(group)
+            least = getattr(getattr(group.spec.rdzv_handler, "_settings", None), "min_nodes", 1)
+            if group.group_world_size < least:
+                raise RendezvousError(f"only {group.group_world_size} of {least} came; set their clocks, 10 s apart at most")
+
         def run(self, *args: Any, **kwargs: Any) -> Any:
             kept.append(self)
             return super().run(*args, **kwargs)
