@@ -98,7 +98,7 @@ def test_a_port_that_does_not_answer_ends_the_wait_in_time(tmp_path: Path):
         words = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         done = Started(_meet, [[]], tmp_path, {**os.environ, **words}).wait(60)
     port = f"127.0.0.1:{words['MASTER_PORT']}"
-    says = f"error: rank 1: the processes cannot meet: port {port} does not answer; another program may hold it\n"
+    says = f"error: rank 1: the processes cannot meet: port {port} does not answer; is rank 0 there, or another program?\n"
     assert done.returncode == 1 and done.stderr == says
 
 

@@ -327,7 +327,7 @@ def _explain_rendezvous(error: Exception) -> str:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
     if isinstance(error, futures.TimeoutError):
-        return f"the processes cannot meet: port {address} does not answer; another program may hold it"
+        return f"the processes cannot meet: port {address} does not answer; is rank 0 there, or another program?"
     if "connectFullMesh" in text:
         return f"the processes cannot meet at {address}: no way between them; name the interface, GLOO_SOCKET_IFNAME=eth0"
     return f"the processes cannot meet at {address}: {first_line(error):.300}"
