@@ -46,12 +46,8 @@ def losses_of_cosines(
 ) -> tuple[Tensor, State]:
     """Return each sample's loss (B,), and the state that `commit` takes.
 
-    Args:
-        cosine: (B, C), differentiable.
-        norm: (B,) of the embeddings, differentiable.
-        left_out: (B, C) bool, negatives that are not in the loss.
-        log_weights: (C,) or (B, C), the logarithm of how often a negative counts.
-        of_class: numbers (B,) of the samples' classes, by name.
+    cosine (B, C) and norm (B,) are differentiable. left_out: (B, C) bool, negatives that are not in the loss.
+    log_weights: (C,) or (B, C), the logarithm of how often a negative counts. of_class: numbers (B,) of the classes, by name.
     """
     own = cosine.gather(1, labels[:, None]).squeeze(1)
     state = margin.observe(own.detach(), norm.detach(), seed, of_class)
@@ -118,11 +114,7 @@ class DenseMargin:
     ) -> Tensor:
         """Return the mean loss of an optimizer step, differentiable, and commit its states.
 
-        Args:
-            micro_batches: embeddings (B, D) and labels (B,) of each.
-            centres: (C, D).
-            active: (C,) bool, the classes in the loss.
-            limit: negatives with a larger cosine are not in the loss.
+        micro_batches: embeddings (B, D) and labels (B,) of each; centres: (C, D); active: (C,) bool, the classes in the loss.
         """
         self.steps += 1
         self.margin.at_step(self.steps)

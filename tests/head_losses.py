@@ -140,12 +140,7 @@ def inclusion_weights(head: PartialFC, labels: Tensor, active: Tensor) -> Tensor
 def reference_losses(
     case: str, known: dict[str, Any], head: PartialFC, batch: tuple[Tensor, Tensor, Tensor], micro: int, setting: Setting
 ) -> tuple[Tensor, State]:
-    """Return the reference's mean loss of a micro-batch, and its state.
-
-    Args:
-        known: the reference's arguments.
-        batch: embeddings and centres in float64, and the labels.
-    """
+    """Return the reference's mean loss of a micro-batch of (embeddings, centres, labels) in float64, and its state."""
     name = case.partition(",")[0]
     composition: dict[str, Any] = {"limit": setting.limit}
     if setting.rate < 1:

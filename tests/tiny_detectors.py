@@ -46,15 +46,10 @@ def write_detector(
     drop: int = 0,
     best: float = 0.95,
 ) -> Path:
-    """Write a detector.
+    """Write a detector of one of FORMS, whose faces have the score `best`, without the last `drop` outputs.
 
-    Args:
-        form: one of FORMS.
-        size: fixed (height, width) of the input; None = any.
-        change: may change the numbers of the file, by their name.
-        points: (5, 2), of the landmarks from the middle of the face, in pixels of the input.
-        drop: leave out so many of the outputs, from the end.
-        best: score of a face.
+    size: fixed (height, width) of the input; None = any. change: may change the numbers of the file, by their name.
+    points: (5, 2), of the landmarks from the middle of the face, in pixels of the input.
     """
     colour, mean, scale = _SCORE[form]
     seen = (np.array(colour, dtype=np.float64) - mean) / scale  # a red pixel as the network gets it

@@ -207,14 +207,9 @@ def blank_pictures() -> contextlib.AbstractContextManager[object]:
 
 
 class Started:
-    """A program in a process for each of these command lines, which are the ranks of one group.
+    """A program in a process for each of these command lines, which are the ranks of one group and run in `place`.
 
-    They are forks of a process that has imported torch, which saves its import, 4 s of a processor for each of them.
-
-    Args:
-        folder: for their output.
-        environment: this process's if it is not given.
-        place: the folder that they run in.
+    They are forks of a process that has imported torch, which saves 4 s of a processor for each. `folder` gets their output.
     """
 
     def __init__(

@@ -230,12 +230,7 @@ def tensor(old: Any, rng: Rng) -> Any:
 
 
 def saved(tree: Any) -> bytes:
-    """Return the file that torch.save writes.
-
-    Raises:
-        RuntimeError: it has more than 16 MiB, for example because of a tensor that was expanded and then copied. Such a file is
-            valid, only long.
-    """
+    """Return the file that torch.save writes; RuntimeError beyond 16 MiB, as of a copied expanded tensor: valid, only long."""
     out = io.BytesIO()
     torch.save(tree, out)
     if out.tell() > _LARGEST_SAVE:

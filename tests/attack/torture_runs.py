@@ -138,12 +138,7 @@ class Nest:
 
 
 class Life:
-    """One start of a training run, until all its processes are gone.
-
-    Args:
-        nest: the process that starts it; None = start it like a user.
-        odd: (rank, "key=value") of a rank that gets another setting.
-    """
+    """One start of a training run, by `nest` or like a user's, until its processes are gone; odd: (rank, "key=value")."""
 
     def __init__(
         self,
