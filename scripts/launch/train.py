@@ -103,7 +103,7 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
     else:  # it would die of SIGUSR1 and leave its processes running
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if options.machines == 1:
-        return [*arguments, "--standalone"]
+        return [*arguments, "--standalone", "--local-addr=localhost"]  # the name of this machine may have no address
     host, port, is_head, own = find_head(options.head)
     here = options.is_head == "yes" if options.is_head else is_head
     arguments += [f"--nnodes={options.machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
