@@ -153,7 +153,7 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     world = setup.world
     for task in setup.tasks:
         log.info(task.dataset.in_words())
-    for line in filter(None, [untested_torch(), *setup.warnings]):
+    for line in filter(None, [untested_torch(), distributed.lone_tasks(), *setup.warnings]):
         log.warn(line)
     parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
     classes = sum(task.dataset.num_classes for task in setup.tasks)

@@ -231,10 +231,17 @@ def test_a_run_started_anew_within_a_second_is_read_after_the_first(tmp_path: Pa
     assert [(event.step, event.value) for event in events] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
 
 
-def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_folder_in_use_is_refused(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     arguments = small_run(dataset, tmp_path, "train.epochs=100", "eval.targets=[]")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")  # of mpirun
     started = Started(train.main, [arguments], tmp_path)
     started.wait_until((tmp_path / "tiny" / "metrics.jsonl").is_file)
+    alone = "started 8 processes without RANK and WORLD_SIZE: each trains alone, see docs/running.md"
+    assert train.main(arguments) == 1 and alone in capsys.readouterr().err
+    assert alone in (tmp_path / "tiny" / "train.log").read_text()
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
     assert train.main(arguments) == 1
     assert "is in use by another job" in capsys.readouterr().err
     started.send(signal.SIGKILL, 0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.distributed import World, all_gather_objects, raise_on_all_ranks
+from utils.distributed import World, all_gather_objects, lone_tasks, raise_on_all_ranks
 from utils.distributed.patience import patiently
 
 from ..files import check_own, open_own, write_file
@@ -99,8 +99,8 @@ def _hold(folder: Path) -> str:
     except (BlockingIOError, PermissionError):
         other = (folder / _HOLDER).read_text(errors="replace") if (folder / _HOLDER).is_file() else "unknown"
         raise ValueError(
-            f"run.output: {folder} is in use by another job that is still running ({other}); wait for it, end it, or choose "
-            "another run.name"
+            f"run.output: {folder} is in use by another job that is still running ({other}); "
+            f"{lone_tasks() or 'wait for it, end it, or choose another run.name'}"
         ) from None
     except OSError:
         pass  # a file system without locks

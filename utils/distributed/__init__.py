@@ -104,6 +104,14 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
 
+def lone_tasks() -> str:
+    """Return a line that says so if a launcher started several processes that know nothing of each other, "" otherwise."""
+    counts = [os.environ.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]
+    if os.environ.get("WORLD_SIZE") or not (several := [count for count in counts if count != "1"]):
+        return ""
+    return f"srun or mpirun started {several[0]} processes without RANK and WORLD_SIZE: each trains alone, see docs/running.md"
+
+
 def gloo_group(name: str, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
     """Return the further gloo group of this name of all processes. It waits as long as the first one if no timeout is given."""
     if (group := _groups.get(name)) is None:
