@@ -65,8 +65,7 @@ def _meta(folder: Path, **changes: str) -> Path:
     return folder
 
 
-def test_lists_are_read_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(templates_module, "_BLOCK", 4)  # the pairs in several blocks, which end inside a line
+def test_lists_are_read_and_a_missing_one_is_named(tmp_path: Path):
     found = read_template_set(_meta(tmp_path), "ijbc")
     assert found.images == ["1.jpg", "2.jpg", "3.jpg"] and found.templates.tolist() == [7, 7, 9]
     assert found.points[0].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]] and found.scores.tolist() == [0.9] * 3
