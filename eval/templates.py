@@ -7,6 +7,7 @@ Shapes: N = images, T = templates, P = pairs, D = embedding size.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,9 +187,11 @@ def _integers(path: Path) -> np.ndarray:
         if not check_file(path, MAX_TEXT):
             raise ValueError(f"{path}: is empty")
         try:
-            numbers = np.loadtxt(path, dtype=np.int32, ndmin=2, comments=None)
-        except ValueError as error:  # what follows in it counts the lines now from 0, now from 1
-            raise ValueError(f"{rule}: {str(error).partition(' at row')[0]:.200}") from None
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # numpy 2.2 takes 1.7 for 1, and 3000000000 for -2147483648, and only warns
+                numbers = np.loadtxt(path, dtype=np.int32, ndmin=2, comments=None)
+        except (ValueError, Warning) as error:  # numpy counts the rows now from 0, now from 1
+            raise ValueError(f"{rule}: {str(error).replace('at row', 'near line').partition(';')[0]:.200}") from None
     if numbers.shape[1] != 3:
         raise ValueError(f"{rule}; they have {numbers.shape[1]}")
     return numbers
