@@ -391,7 +391,7 @@ def test_parts_of_another_run_are_not_mixed(
     assert _run(weights, folder, out, *words, "--processes", 1) == 1
     assert (
         f"f.npy.unfinished: was begun with another {what}; go on with that one, choose another --out, or add --again"
-        in one_line(capsys, "embedding")
+        in one_line(capsys, "embedding", "warning: --precision bf16")  # which the processor may emulate
     )
     assert _run(weights, folder, out, *words, "--again", "--processes", 1) == (1 if "--detector" in words else 0)
 
