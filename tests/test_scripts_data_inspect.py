@@ -161,8 +161,10 @@ def test_split_without_flags_suits_small_sets_and_says_when_it_cannot(tmp_path: 
     capsys.readouterr()
     assert split_data.main([str(people), str(tmp_path / "more"), "--pairs", "80"]) == 1
     assert "give at most 60 pairs" in (said := capsys.readouterr().err) and "--pairs 60 or fewer" in said
-    assert split_data.main([str(people), str(tmp_path / "more"), "--held-out", "5"]) == 1
-    assert "--held-out must be from 20 (two for each of 10 folds) to 101, got 5" in capsys.readouterr().err
+    for wrong in ("5", "25.5"):
+        assert split_data.main([str(people), str(tmp_path / "more"), "--held-out", wrong]) == 1
+        said = capsys.readouterr().err
+        assert f"a share below 1, or a whole number from 20 (two for each of 10 folds) to 101, got {wrong}" in said
     few = folder_of_people(tmp_path / "few", [2] * 9)
     assert split_data.main([str(few), str(tmp_path / "more")]) == 1
     assert "9 identities are too few: 10 folds of pairs need 20" in capsys.readouterr().err

@@ -87,7 +87,8 @@ def _how_many(given: float | None, people: int) -> int:
     if people <= least:
         raise ValueError(f"{people} identities are too few: {FOLDS} folds of pairs need {least}, and some must remain")
     if not least <= wanted < people or wanted % 1:
-        raise ValueError(f"--held-out must be from {least} (two for each of {FOLDS} folds) to {people - 1}, got {wanted:.15g}")
+        those = f"from {least} (two for each of {FOLDS} folds) to {people - 1}"
+        raise ValueError(f"--held-out must be a share below 1, or a whole number {those}, got {wanted:.15g}")
     return int(wanted)
 
 
