@@ -75,6 +75,7 @@ def test_a_closed_or_full_output_is_no_traceback(output: str, status: int, said:
 def test_no_place_for_temporary_files_or_sockets_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/missing"])
+    monkeypatch.setattr(program, "drop_output", lambda: None)  # it would drop pytest's
     assert run_main(tempfile.gettempdir) == run_main(lambda: socket.socket(socket.AF_UNIX).bind("x" * 200)) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ") and first.endswith("set TMPDIR to a folder that can be written")
