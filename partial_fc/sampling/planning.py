@@ -108,7 +108,8 @@ def draw_active(
         return ActiveSet([(0, num_local)] if num_local else [], positives[:0])
     chosen = positives
     if neighbours is not None and len(neighbours):
-        chosen = np.union1d(positives, _first_distinct(neighbours, positives, (budget - len(positives)) // 2))
+        near = _first_distinct(neighbours, positives, (budget - len(positives)) // 2)
+        chosen = np.sort(np.concatenate([positives, near]))
     num_wanted, num_others = budget - len(chosen), num_local - len(chosen)
     if num_wanted == 0:
         return ActiveSet([], chosen, chosen)
