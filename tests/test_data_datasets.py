@@ -231,7 +231,7 @@ def _bilinear(image: np.ndarray, size: int) -> np.ndarray:
     """Return a square image at `size` places a side, each weighted by its distance to the two nearest pixels."""
     places = ((np.arange(size) + 0.5) * len(image) / size - 0.5).clip(0, len(image) - 1)
     weights = (1 - np.abs(places[:, None] - np.arange(len(image)))).clip(0)
-    return np.einsum("yr,rsc,xs->yxc", weights, image, weights)
+    return np.einsum("yr,rsc,xs->yxc", weights, image, weights, optimize=True)
 
 
 def test_square_images_are_resized_where_another_size_is_asked_for(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_changed_byte_of_the_cache_is_found_and_told(
     good = path.read_bytes()
     path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
     arguments = ["configs/ms1mv2_r50.yaml", f"data.path={folder}", f"run.output={tmp_path / 'runs'}", "eval.targets=[]"]
-    assert train.main([*arguments, "data.num_classes=0", "data.num_images=0", "train.batch_size=2", "--check"]) == 0
+    assert train.main([*arguments, "data.num_classes=0", "data.num_images=0", "backbone.width=0.125", "--check"]) == 0
     assert f"{path}: the cached index is damaged; it is rebuilt from the set" in capsys.readouterr().out
     assert path.read_bytes() == good
     again = RecordDataset(folder, cache)

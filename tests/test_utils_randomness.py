@@ -19,9 +19,9 @@ def test_the_order_never_changes_because_checkpoints_rely_on_it():
 
 def test_each_place_is_equally_likely_over_the_seeds():
     counts = np.zeros((5, 5))
-    for seed in range(5000):
+    for seed in range(1500):
         counts[np.arange(5), permute(np.arange(5), 5, seed)] += 1
-    assert np.abs(counts - 1000).max() < 4.5 * np.sqrt(1000 * 0.8)
+    assert np.abs(counts - 300).max() < 4.5 * np.sqrt(300 * 0.8)
 
 
 def test_seeds_differ_by_purpose_and_by_number():
