@@ -7,7 +7,7 @@ import yaml
 
 import losses
 import train
-from backbones import list_backbones
+from backbones import backbone_arguments, list_backbones
 from configs import as_plain, dump_config
 from configs import load_config as load_any_config
 from configs.loader import SCHEMA
@@ -222,6 +222,26 @@ def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.Cap
     assert len(examples) >= 9
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(printed))  # config.yaml of a run folder is a config
     assert as_plain(load_config(tmp_path / "again.yaml")) == printed
+
+
+def test_the_keys_on_the_pages_exist_and_have_the_defaults_that_are_said_there():
+    base = yaml.safe_load(SCHEMA.read_text())
+    keys = {f"{section}.{key}": value for section in base for key, value in dict(base[section] or {}).items()}
+    known = {f"loss.{key}" for name in MARGINS for key in margin_arguments(name)} | keys.keys()
+    known |= {f"backbone.{key}" for name in list_backbones() for key in backbone_arguments(name)}
+    said: list[tuple[str, str]] = []
+    for page in (SCHEMA.parents[1] / "README.md", *(SCHEMA.parents[1] / "docs").glob("*.md")):
+        text = page.read_text()
+        named = set(re.findall(rf"\b(?:{'|'.join(base)})\.(?!(?:py|md|rec|idx|lst|log|pth|safetensors)\b)[a-z_]+\b", text))
+        assert named <= known, (page.name, named - known)
+        said += re.findall(r"`(\w+\.\w+)` \((?:default )?([\d.]+)\b", text)
+        strengths = [(f"augment.{key}", value) for key, value in re.findall(r"`(\w+_\w+)` ([\d.]+)\b", text)]
+        said += [one for one in strengths if one[0] in keys]
+        table = text.partition("| key | default |")[2].partition("\n\n")[0]
+        for first, values in re.findall(r"^\| `(.*?)` \| (.*?) \|", table, re.M):
+            section, names = first.split(".", 1)
+            said += zip((f"{section}.{name}" for name in names.split("`, `")), values.split(", "), strict=True)
+    assert len(said) > 20 and [(name, keys[name]) for name, _ in said] == [(name, yaml.safe_load(text)) for name, text in said]
 
 
 @pytest.mark.parametrize(

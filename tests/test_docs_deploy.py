@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 
+from analysis import all_pairs, clustering, group_files, groups, quality
+from configs import values
+from data import scan, tar_dataset
+from data.recordio.container import MAX_LENGTH
+from data.recordio.image_record import MAX_CLASSES
+from deploy import results
 from deploy.card.card import FIELDS
 from deploy.embed import table as embed_table
 from deploy.export import checks as export_checks
@@ -14,14 +20,17 @@ from deploy.export import graph as export_graph
 from deploy.faces import detect as detect_sheet
 from deploy.faces import tracks, video
 from deploy.faces.detector import CenterFace, RetinaFace, Scrfd, YuNet
-from deploy.gallery.database import PATIENCE
+from deploy.gallery.database import MAX_FACE, PATIENCE
 from deploy.serve import answers, server
 from eval.foreign_networks import InputContract
+from eval.pair_sets import bin_file, safe_pickle
+from eval.pair_sets.sample import USUAL
 from eval.verification import FAR_TARGETS, FOLDS
 from scripts.demo.make_data import PAIRS_PER_FOLD
 from scripts.deploy import export
 from scripts.deploy.verify import DIFFERENT
 from scripts.face import all_verbs
+from utils import files, image
 from utils.alignment import TEMPLATE
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +102,35 @@ def test_the_numbers_of_the_page_are_those_of_the_code(monkeypatch: pytest.Monke
         f"same person (or without a threshold), {DIFFERENT} for different people, 1 for an error, 2 for a wrong",
     ):
         assert words in " ".join(PAGE.split()), words
-    limits = video.MAX_FRAME_PIXELS // 10**6, video._MEMORY >> 30, video._PATIENCE
-    assert "{} million pixels a frame, {} GiB, {} s a frame".format(*limits) in (ROOT / "docs" / "security.md").read_text()
     assert (tracks.KEPT, tracks.GAP) == (8, 1) and "eight best faces" in PAGE and "away for a second" in PAGE
     assert PATIENCE == 60 and "gives up after a minute" in PAGE
+
+
+def test_the_limits_on_other_pages_are_those_of_the_code():
+    limits = video.MAX_FRAME_PIXELS, image.MAX_PIXELS, image.MAX_PHOTO_PIXELS, answers._MAX_PIXELS
+    frame, small, large, sent = (pixels // 10**6 for pixels in limits)
+    for name, words in (
+        ("security", f"{frame} million pixels a frame, {video._MEMORY >> 30} GiB, {video._PATIENCE} s a frame"),
+        ("security", f"2^{(MAX_LENGTH + 1).bit_length() - 1} bytes a record, 2^{MAX_CLASSES.bit_length() - 1} classes"),
+        ("security", f"{bin_file._MAX_FILE_SIZE >> 30} GiB; {safe_pickle._MAX_STEPS // 10**6} million operations"),
+        ("security", f"{files.MAX_TEXT >> 30} GiB a list, {files.MAX_PICTURE >> 20} MiB an image file"),
+        ("security", f"{files.MAX_DEPTH} folders deep"),
+        ("security", f"chained headers of {tar_dataset._MAX_EXTENSION >> 20} MiB"),
+        ("security", f"{small} million pixels in a set, {large} million for a photograph"),
+        ("security", f"{image.MAX_SIDE:,} a side; sides 1 : {image.MAX_RATIO}; {image.MAX_SCANS} scans"),
+        ("security", f"{files.MAX_SMALL_TEXT >> 20} MiB; {results._MAX_SETS} sets; {results._MAX_LIST:,} points of a curve"),
+        ("security", f"{server.MAX_PICTURE >> 20} MiB and {sent} million pixels a picture; {server.MAX_WAITING} requests"),
+        ("security", f"{server.MAX_CONNECTIONS} connections (more with TLS"),
+        ("security", f"every number has bounds | {values._LONGEST >> 10} KiB"),
+        ("security", f"{MAX_FACE >> 20} MiB a face"),
+        ("configuration", f"brackets nested more than {values._DEEPEST} deep"),
+        ("data", f"at most {scan.MAX_DISTANCE} apart"),
+        ("data", f"at least {scan.MIN_CORRELATION})"),
+        ("data", f"give {USUAL:,} pairs"),
+        ("analysis", f"larger of {groups._LEAST} and {groups._SAMPLED:,} / groups"),
+        ("analysis", f"lowest edge of {all_pairs.NUM_BINS:,} bins"),
+        ("analysis", f"others first, with none, {str(clustering.NEIGHBOURS[1:-1])[1:-1]} or {clustering.NEIGHBOURS[-1]}"),
+        ("analysis", f"Gain, up to {100 * quality.WITHIN:.0f} %"),
+    ):
+        assert words in " ".join((ROOT / "docs" / f"{name}.md").read_text().split()), words
+    assert group_files._MOST_NUMBERS == 10 and "more than ten ages are grouped" in (ROOT / "docs" / "analysis.md").read_text()

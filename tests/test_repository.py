@@ -316,14 +316,23 @@ def test_every_package_is_listed_for_installation_and_the_tested_torch_is_requir
     assert f"\ntorch=={TESTED_TORCH}\n" in (ROOT / "requirements.txt").read_text()
 
 
+def _headings(page: Path) -> set[str]:
+    """Return what links call the headings of a page."""
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", page.read_text(), re.M)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_a_page_names_only_files_and_programs_that_exist(page: Path):
+def test_a_page_names_only_files_headings_and_programs_that_exist(page: Path):
     text = page.read_text()
     rooms = "|".join(sorted(LEAVES | GLUE | {"docs"}))
     named = set(re.findall(rf"\b(?:{rooms})/[\w/.-]+\.(?:py|sh|sbatch|c|md|yaml)\b", text)) - OTHERS
     assert not [name for name in named if not (ROOT / name).is_file() and "NAME" not in name]
     modules = set(re.findall(r"\bscripts(?:\.\w+)+", text))
     assert not [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()]
+    for target in set(re.findall(r'(?:\]\(|src=")(?!https?:)([^)"\s]+)', text)):
+        file, _, heading = target.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        assert other.is_file() and (not heading or heading in _headings(other)), target
 
 
 TOY = '''"""CosFace under another name."""

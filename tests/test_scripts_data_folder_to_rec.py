@@ -161,6 +161,10 @@ def test_landmarks_align_and_other_sizes_need_a_decision(tmp_path: Path, capsys:
         assert "EXIF" not in capsys.readouterr().out
     upright = align(decode_rgb(turned_jpeg(large, 6), upright=True), points, smooth=True)
     assert bytes(RecordDataset(tmp_path / "set").sample(1)[0]) == jpeg(upright)
+    for command in (aligns, writes):
+        _runs(*command, "--overwrite", "--plain-warp")
+    plain = jpeg(align(large, points))
+    assert bytes(RecordDataset(tmp_path / "set").sample(0)[0]) == (tmp_path / "crops" / "a" / "one.jpg").read_bytes() == plain
     (people / "two.jpg").write_bytes(jpeg(picture(3, 300)[:200]))
     assert "300 x 200 pixels, and to resize it would distort it" in _fails(
         capsys, folder_to_rec, tmp_path / "people", tmp_path / "resized", "--resize"

@@ -158,6 +158,7 @@ def test_split_without_flags_suits_small_sets_and_says_when_it_cannot(tmp_path: 
     train, held = RecordDataset(tmp_path / "cut" / "train"), RecordDataset(tmp_path / "cut" / "held_out")
     assert (train.num_classes, held.num_classes) == (72, 30)
     assert len(read_bin(tmp_path / "cut" / "held_out.bin").same) == 60  # 3 people in each fold, one genuine pair each
+    assert split_data._how_many(None, 2000) == 40
     capsys.readouterr()
     assert split_data.main([str(people), str(tmp_path / "more"), "--pairs", "80"]) == 1
     assert "give at most 60 pairs" in (said := capsys.readouterr().err) and "--pairs 60 or fewer" in said

@@ -166,10 +166,11 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # so that it is undone
     own = "--local-addr=localhost"  # without it a machine whose name has no address would wait for itself
-    monkeypatch.setattr(train, "_start", lambda several, *more: started.append(several[0]) or int(own not in several))
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.setattr(train, "_start", lambda several, *more: started.append(" ".join(several)) or int(own not in several))
     monkeypatch.setattr(importlib.import_module("train"), "run", lambda options: started.append("this one"))
     for lines, visible, overrides, expected in [
-        ("GPU 0: A\nGPU 1: B\n", None, ["run.device=auto"], "--nproc-per-node=2"),
+        ("GPU 0: A\nGPU 1: B\n", None, ["run.device=auto"], "--nproc-per-node=2 --max-restarts=3"),
         ("GPU 0: A\nGPU 1: B\n", None, ["run.device=cpu"], "this one"),
         ("GPU 0: A\nGPU 1: B\n", None, ["run.device=cpu", "--processes", "3"], "--nproc-per-node=3"),
         ("GPU 0: A\nGPU 1: B\n", "1", ["run.device=auto"], "this one"),
@@ -183,7 +184,9 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert train.main([str(config), *overrides]) == 0, capsys.readouterr().err
-        assert started.pop() == expected and not started, (lines, visible, overrides)
+        assert started.pop().startswith(expected) and not started, (lines, visible, overrides)
+    assert train.main([str(config), "--machines", "2", "--head", "127.0.0.1"]) == 1
+    assert ",read_timeout=600 " in started.pop() and os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
 
 
 @pytest.mark.parametrize("launcher", ["face", "torchrun"])
