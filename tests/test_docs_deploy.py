@@ -26,12 +26,15 @@ from eval.foreign_networks import InputContract
 from eval.pair_sets import bin_file, safe_pickle
 from eval.pair_sets.sample import USUAL
 from eval.verification import FAR_TARGETS, FOLDS
+from partial_fc.config import EXACT_UP_TO
+from partial_fc.sampling import neighbour_search, planning
 from scripts.demo.make_data import PAIRS_PER_FOLD
 from scripts.deploy import export
 from scripts.deploy.verify import DIFFERENT
 from scripts.face import all_verbs
 from utils import files, image
 from utils.alignment import TEMPLATE
+from utils.distributed import watchdog
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
@@ -124,6 +127,10 @@ def test_the_limits_on_other_pages_are_those_of_the_code():
         ("security", f"every number has bounds | {values._LONGEST >> 10} KiB"),
         ("security", f"{MAX_FACE >> 20} MiB a face"),
         ("configuration", f"brackets nested more than {values._DEEPEST} deep"),
+        ("head", f"at most {neighbour_search._MOST_LISTS:,}; k-means over a sample"),
+        ("head", f"its recall, for {planning._CHECKED} classes"),
+        ("head", f"exact up to {EXACT_UP_TO:,} classes"),
+        ("running", f"ends the run {watchdog._SILENCE:.0f} s after the last"),
         ("data", f"at most {scan.MAX_DISTANCE} apart"),
         ("data", f"at least {scan.MIN_CORRELATION})"),
         ("data", f"give {USUAL:,} pairs"),

@@ -557,6 +557,7 @@ def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
     assert program.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
     assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery is not None
     assert "no run with a checkpoint in work_dirs; name a run folder" in error_of(program.main([*SETTINGS]), capsys)
+    assert "give it as --gallery ../people.gallery" in error_of(program.main([*SETTINGS, "../people.gallery"]), capsys)
 
 
 def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Path, answers: Answers):

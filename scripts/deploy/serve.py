@@ -19,6 +19,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
@@ -31,6 +32,7 @@ from eval.networks import add_network_arguments
 from eval.verification import FAR_TARGETS
 from utils.checkpoint.format import newest_run
 from utils.cli import int_in_range, make_parser
+from utils.files import shown
 from utils.program import run_main
 from utils.text import pip_install
 
@@ -69,6 +71,8 @@ def serve_page(options: argparse.Namespace) -> None:
     if options.host != LOOPBACK and not options.keys:
         raise ValueError(f"--host: other machines may ask only with keys; give --keys FILE, or leave --host out for {LOOPBACK}")
     may_enrol = bool(options.gallery and access.may_change)
+    if options.run and options.run.suffix == ".gallery":  # the first word of face search
+        raise ValueError(f"{shown(options.run)} is a gallery, not a network; give it as --gallery {quote(shown(options.run))}")
     gate, is_new = gate_of(options, may_enrol), may_enrol and not options.gallery.exists()
     if options.run is None and options.gallery and not is_new:
         take_recorded_network(options)
