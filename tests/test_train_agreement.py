@@ -72,6 +72,8 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
     _train_expecting(r"^the processes disagree: hash of tiny is \w+ on rank 0-1, \w+ on rank 2. Fix", config, rest, run)
     if rank == 2:
         write_dataset(copy, FEW_IMAGES)
+    own = [f"run.output={output}/{min(rank, 1)}"]
+    _train_expecting(r"^rank [12].*: run.output: .*/1/tiny is not the same folder as on rank 0", config, [*rest, *own], run)
     # another place, other resources, and a path in place of a name: the same run
     own = ["data.threads=3", f"eval.targets=[{dataset}/tiny.bin]", f"data.index_cache={output}/{rank}"]
     shared = [f"run.output={output}", "train.max_steps=2"]

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from utils.distributed import (
     all_gather_rows,
     any_ranks,
     broadcast_module,
+    choose_device,
     init_distributed,
     is_lost_peer,
     raise_on_all_ranks,
@@ -85,6 +87,13 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=f"port 127.0.0.1:{port} is in use"):
             init_distributed("cpu")
+    monkeypatch.setattr(dist, "rendezvous", mock.Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
+    with pytest.raises(ValueError, match=f"cannot meet at 127.0.0.1:{port}: no way between them; name the interface"):
+        init_distributed("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="local rank 1 has no GPU of the 1 here"):
+        choose_device("auto", 1)
 
 
 def _meet(arguments: list[str]) -> int:
