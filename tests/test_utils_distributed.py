@@ -15,6 +15,7 @@ from torch import nn
 
 from partial_fc.collectives import Collectives
 from utils.distributed import (
+    RendezvousError,
     SharedError,
     World,
     all_gather_rows,
@@ -111,10 +112,28 @@ def test_a_port_that_does_not_answer_ends_the_wait_in_time(tmp_path: Path):
     assert done.returncode == 1 and done.stderr == says
 
 
-def test_a_broken_environment_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match="environment variable RANK must be a whole number, got 'first'"):
+@pytest.mark.parametrize(("name", "value", "least"), [("RANK", "first", 0), ("LOCAL_WORLD_SIZE", "0", 1)])
+def test_a_broken_environment_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, least: int
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"environment variable {name} must be a whole number from {least} on, got '{value}'"):
         init_distributed("cpu")
+
+
+@pytest.mark.parametrize(("world_size", "words"), [("2", "RANK=1 is there already"), ("3", "WORLD_SIZE is 3 here, 2 there")])
+def test_a_process_of_another_job_at_the_same_port_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, world_size: str, words: str
+):
+    store = dist.HashStore()
+    for name, value in (("WORLD_SIZE", "2"), ("RANK 1", "1")):  # which the rank 1 that came first has left
+        store.set(name, value)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", world_size)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **how: iter([(store, 1, int(world_size))]))
+    with pytest.raises(RendezvousError, match=words):
+        init_distributed("cpu", timeout_minutes=0.01)
 
 
 def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):

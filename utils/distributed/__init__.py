@@ -76,7 +76,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
             f"environment variable RANK must be below WORLD_SIZE, got RANK={rank} and WORLD_SIZE="
             f"{os.environ.get('WORLD_SIZE') or 'not set'}; unset RANK, or start with torchrun, which sets both"
         )
-    local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
+    local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size, 1)
     chosen = choose_device(device, local_rank, setting)
     if world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle
         threads = threads or max(1, num_cores() // local_world_size)
@@ -97,6 +97,8 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
                 # torchrun of torch 2.13 gives restarted processes the same store. Without a prefix per attempt they would
                 # find the addresses of the dead processes. For several machines see scripts/launch/train.py
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            elif "TORCHELASTIC_RUN_ID" not in os.environ and (words := _why_not_one_job(store, rank, world_size)):
+                raise ValueError(words)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _timeout = timeout
         except (dist.DistError, RuntimeError, ValueError, futures.TimeoutError) as error:  # in Python 3.10 no TimeoutError
@@ -306,12 +308,13 @@ def broadcast_statistics(module: nn.Module, world: World) -> None:
         buffer.copy_(values.view_as(buffer))
 
 
-def _from_environment(name: str, default: int) -> int:
+def _from_environment(name: str, default: int, least: int = 0) -> int:
     text = os.environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit():
-        raise ValueError(f"environment variable {name} must be a whole number, got {text!r}; start with python or torchrun")
+    if not text.isdecimal() or int(text) < least:
+        words = f"must be a whole number from {least} on, got {text!r}; start with python or torchrun"
+        raise ValueError(f"environment variable {name} {words}")
     return int(text)
 
 
@@ -327,6 +330,16 @@ def choose_device(device: str, local_rank: int, setting: str = "--device ") -> t
             f"local rank {local_rank} has no GPU of the {torch.cuda.device_count()} here; lower torchrun's --nproc_per_node"
         )
     return torch.device("cuda", local_rank)
+
+
+def _why_not_one_job(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return why those who met in the store are not one job, "" if they may be; torch would wait until the timeout."""
+    count = store.compare_set("WORLD_SIZE", "", str(world_size)).decode()
+    if count != str(world_size):
+        return f"WORLD_SIZE is {world_size} here, {count} there; set the same for all, or another MASTER_PORT for another job"
+    if store.add(f"RANK {rank}", 1) > 1:
+        return f"RANK={rank} is there already; give each process its own, and another job another MASTER_PORT"
+    return ""
 
 
 def _explain_rendezvous(error: Exception) -> str:
