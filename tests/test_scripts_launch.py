@@ -23,7 +23,10 @@ from typing import Any
 
 import pytest
 from tiny_runs import ROOT, descendants
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
+from torch.distributed.launcher import api
 
 from scripts.launch import torchrun, train
 from scripts.launch.torchrun import agent_like
@@ -235,6 +238,20 @@ def test_a_port_that_another_run_of_several_machines_holds_is_one_line(config: P
         done = _run_two(config, "train.batch_size=8", "--machines=2", f"--head=127.0.0.1:{taken.getsockname()[1]}")
     assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
     assert "the port is in use by another run; choose one for all machines, --head HOST:PORT" in done.stderr
+
+
+def test_the_loss_of_the_head_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def meet(arguments: list[str]) -> None:
+        raise RendezvousConnectionError("See inner exception for details.") from RuntimeError("Broken pipe\nframe #0")
+
+    monkeypatch.setattr(run, "main", meet)
+    monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)  # so that it is put back
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert torchrun.main(["train.py"]) == 1
+    said = "Broken pipe; the machine of --head ended or cannot be reached: start the command on all of them again"
+    assert capsys.readouterr().err == f"error: the machines cannot meet: {said}\n"
 
 
 def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: Path, tmp_path: Path):

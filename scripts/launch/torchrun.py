@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
     from torch.distributed.launcher import api
 
     if {"-h", "--help"} & set(arguments[:1]):
@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "EADDRINUSE" in said:
             said = "the port is in use by another run; choose one for all machines, --head HOST:PORT"
         said = (said.splitlines() or [f"not all have come in time; start the same command on each ({type(error).__name__})"])[0]
+        if isinstance(error, (RendezvousConnectionError, DistError)) and "in use" not in said:
+            said += "; the machine of --head ended or cannot be reached: start the command on all of them again"
         print(f"error: the machines cannot meet: {said}", file=sys.stderr)
         return 1
     finally:  # torch's handlers raise, so a second Ctrl-C while Python exits would print a traceback
