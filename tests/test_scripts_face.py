@@ -62,6 +62,12 @@ def test_it_works_in_any_folder_even_one_with_packages_of_these_names(folder: Pa
     assert "the index is empty. face data repair rebuilds it" in done.stderr  # a program is called by its verb
 
 
+def test_names_of_files_are_utf_8_in_any_locale(folder: Path):
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = _start(FACE, "data", "verify", "Jos\u00e9", folder=folder, **locale)
+    assert "faults: Jos\u00e9: no such set" in done.stderr
+
+
 def test_a_name_in_configs_is_found_from_any_folder(folder: Path):
     for name in ("ms1mv3_r50", "ms1mv3_r50.yaml", ROOT / "configs" / "ms1mv3_r50"):
         done = _start(FACE, "train", name, "--print-config", folder=folder)
