@@ -243,8 +243,10 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise ValueError(f"override {override!r}: must read section.key=value, for example optimizer.lr=0.05")
     try:
         value = read_yaml(text)
-    except (yaml.YAMLError, ValueError):
-        raise ValueError(f"override {override!r}: the value is not valid YAML; quote it") from None
+    except (yaml.YAMLError, ValueError) as error:
+        no_text = isinstance(error, yaml.reader.ReaderError)  # such as the name of a file from a machine without UTF-8
+        fault = "has characters that are no text; rename the file" if no_text else "is not valid YAML; quote it"
+        raise ValueError(f"override {override!r}: the value {fault}") from None
     if text.strip() != (value or "") and (value is None or isinstance(value, Plain)):
         raise ValueError(f"override {override!r}: in YAML # begins a comment and & an anchor; quote the value twice: '\"...\"'")
     tree: Any = value

@@ -117,6 +117,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("", ["run.name=a: b"], "run.name must be text, got .*in quotes"),
         ("", ["run.name=run #5"], "# begins a comment"),
         ("", ["run.name=#5"], "# begins a comment"),
+        ("", ["data.path=s\udcf6t"], "the value has characters that are no text; rename the file"),
         ("", ["eval.targets="], r"eval.targets must be a list of names, got nothing; write \[\] for none"),
         ("", ["eval.targets=[lfw, null]"], "a name is empty or null"),
         ("", ["data.index_cache=on"], "data.index_cache must be auto, off or a folder, got on.*write ./on"),
