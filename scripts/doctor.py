@@ -132,7 +132,7 @@ def compiler() -> str:
     with contextlib.suppress(ValueError, IndexError, OSError, subprocess.SubprocessError):
         words = shlex.split(os.environ.get("CC", "cc"))
         if shutil.which(words[0]):
-            done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=30)
+            done = subprocess.run([*words, "--version"], capture_output=True, errors="replace", timeout=30)
             return (done.stdout.splitlines() or [words[0]])[0]
     return "none: the head computes in plain torch, which is slower; install gcc"
 

@@ -167,7 +167,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _path(compiler: list[str], flags: list[str]) -> Path:
     """Return the path of the library for this source, compiler and processor, built or not."""
-    ask = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+    ask = functools.partial(subprocess.run, capture_output=True, errors="replace", check=True, timeout=60)
     version = ask([*compiler, "--version"]).stdout
     # the macros name every instruction set that -march=native enables, even if /proc does not list them
     macros = ask([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).stdout
