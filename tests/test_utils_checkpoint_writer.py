@@ -278,7 +278,7 @@ def test_every_file_operation_of_a_start_may_fail_and_loses_nothing(tmp_path: Pa
         (ckpt.checkpoint_path(run, 3) / "trainer.pt").unlink()
         (run / "checkpoints" / ".step_00000004.partial").mkdir()
         (run / "checkpoints" / ".step_00000004.partial" / "backbone.safetensors").write_text("half")
-        (run / "config.yaml").write_text("a: 2\n")
+        (run / "config.yaml").write_bytes(b"a: 2  # by hand, in Latin-1: \xe9\n")
 
     make(tmp_path / "count")
     with faulty(Disk()) as disk:

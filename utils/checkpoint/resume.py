@@ -257,7 +257,7 @@ def write_config(folder: Path, text: str, resumed: Path | None, world: World) ->
     """Save the merged configuration on rank 0. An earlier one that differs is kept under another name."""
     path = folder / "config.yaml"
     with raise_on_all_ranks(world), _writing(folder):
-        if world.rank or (path.is_file() and path.read_text() == text):
+        if world.rank or (path.is_file() and path.read_bytes() == text.encode()):
             return
         if path.is_file():
             until = f"{resumed.name}_" if resumed else ""
