@@ -168,13 +168,15 @@ def test_another_seed_or_identity_or_number_is_another_picture():
     assert len(jpegs) == 4
 
 
-def test_what_is_there_is_kept_unless_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_there_is_kept_unless_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert demo.main(["--out", str(folder), *SMALL]) == 0
     assert "there already" in capsys.readouterr().out
     assert demo.main(["--out", str(folder), "--identities", "6"]) == 1
     assert "add --overwrite" in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (tmp_path / "dataset.json").write_bytes(b"\xff")
+    assert demo.main(["--out", str(tmp_path)]) == 1 and "add --overwrite" in capsys.readouterr().err
 
 
 def test_an_interrupted_drawing_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -79,13 +79,13 @@ def make(options: argparse.Namespace) -> None:
         )
     out, receipt, begun = options.out, options.out / "dataset.json", options.out / "dataset.begun.json"
     wanted = {"version": 1, **{key: getattr(options, key) for key in ("identities", "images_per_identity", "seed")}}
-    if receipt.is_file() and json.loads(receipt.read_text()) == wanted:
+    if receipt.is_file() and receipt.read_text(errors="replace") == json.dumps(wanted):
         write_people(out, options.seed)  # a set of an earlier version has none
         write_points(out, options)
         print(f"{out}: there already, with these arguments")
         return
     if (receipt.is_file() or (out / "train.rec").is_file()) and not begun.is_file() and not options.overwrite:
-        made = receipt.read_text() if receipt.is_file() else "another program"
+        made = receipt.read_text(errors="replace") if receipt.is_file() else "another program"
         raise ValueError(f"{out} holds a dataset made with {' '.join(made.split())}; add --overwrite, or choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     begun.write_text(json.dumps(wanted))  # marks the files of an interrupted run as ours, which may be overwritten
