@@ -1,7 +1,9 @@
 """Record files against files that mxnet 1.9.1 and 1.5.1 wrote and read (tests/fixtures/rec, tests/fixtures/corrupt)."""
 
+import errno
 import hashlib
 import json
+import mmap
 import multiprocessing
 import pickle
 import struct
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -242,12 +245,15 @@ def test_spawned_processes_and_threads_read_the_same_bytes() -> None:
         assert processes.apply(_hashes, (records,)) == expected
 
 
-def test_a_file_that_changed_its_size_is_an_error_in_the_next_process(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_mapped_or_changed_its_size_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = _write(tmp_path, [(0, b"record")])
     copy = pickle.dumps(records)
     (tmp_path / "train.rec").write_bytes(b"")
     (tmp_path / "train.rec").write_bytes(bytes(100))
     with pytest.raises(ValueError, match="had 16 bytes when opened, now 100"):
+        pickle.loads(copy).read_position(0)
+    monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.ENODEV, "No such device")))
+    with pytest.raises(ValueError, match=r"train\.rec: cannot be read: No such device"):
         pickle.loads(copy).read_position(0)
 
 

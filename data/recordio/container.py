@@ -58,7 +58,7 @@ class RecordFile:
 
     @functools.cached_property
     def _map(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
+        with reading(self.path), open(self.path, "rb") as file:  # some network file systems cannot map files
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(mapped) != self.size:
             raise ValueError(f"{self.path}: had {self.size} bytes when opened, now {len(mapped)}; start again")
