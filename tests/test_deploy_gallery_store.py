@@ -1,5 +1,6 @@
 """The gallery on disk: what is found, what survives, what is forgotten, what is refused."""
 
+import errno
 import os
 import sqlite3
 import threading
@@ -182,6 +183,9 @@ def test_the_old_contents_are_overwritten_before_the_journal_is_deleted(gallery:
     gallery.remove(people=["Ada Lovelace"])
     ((before, after),) = seen
     assert all(trace in before for trace in _traces(images[0])) and after == bytes(len(before))
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match=rf"Input/output error: '{gallery.path}'"):
+        gallery.remove(people=["Bob Byte"])
 
 
 def test_removal_of_somebody_who_is_not_there_removes_nobody(gallery: Gallery):

@@ -162,6 +162,8 @@ def overwrite_journal(path: Path) -> None:
         for at in range(0, size, len(block)):
             os.pwrite(handle, block[: size - at], at)
         os.fsync(handle)
+    except OSError as error:  # which names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
 
