@@ -78,6 +78,15 @@ def test_links_within_a_set_add_no_image_to_it_and_are_named(tmp_path: Path, lin
     assert ([picture.name for picture in pictures], names) == (plain, ["p0", "p1"])
 
 
+def test_a_link_to_itself_costs_no_other_picture(tmp_path: Path):
+    root = folder_of_people(tmp_path / "set", [1])
+    for link in (root / "self", root / "person_0" / "self.jpg"):
+        link.symlink_to(link.name)
+    dataset = FolderDataset(str(root))
+    assert _files_of(dataset) == ["person_0/0.jpg", "person_0/self.jpg"]  # who reads that says what is wrong
+    assert dataset.warnings[0].endswith("1 folder(s) below it were not entered: self: Too many levels of symbolic links")
+
+
 def test_links_to_other_places_are_followed_once(tmp_path: Path):
     elsewhere = folder_of_people(tmp_path / "elsewhere", [2, 1])
     root = folder_of_people(tmp_path / "set", [1])

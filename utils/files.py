@@ -208,7 +208,7 @@ class _Search:
                 continue
             self.entered.append(inside)
             for entry in listed:
-                if entry.is_dir():
+                if self.is_folder(entry, inside):
                     if inside or entry.name[0] != ".":
                         (self.links if entry.is_symlink() else waiting).append(os.path.join(inside, entry.name))
                 elif inside or self.top:
@@ -216,6 +216,15 @@ class _Search:
                         self.files.append(os.path.join(inside, entry.name))
                     else:
                         self.others[os.path.splitext(entry.name)[1].lower()] += 1
+
+    def is_folder(self, entry: os.DirEntry[str], inside: str) -> bool:
+        """Return whether an entry is a folder; say of a link that cannot be followed why, unless it is named like a file."""
+        try:
+            return entry.is_dir()
+        except OSError as error:  # it leads to itself, or to where this user may not look
+            if not entry.name.lower().endswith(self.suffixes):
+                self.passed.append(f"{shown(os.path.join(inside, entry.name))}: {error.strerror}")
+            return False
 
     def follow_links(self) -> None:
         """Enter the folders that links lead to, unless they were searched before or contain the root."""
