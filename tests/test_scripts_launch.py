@@ -267,15 +267,20 @@ def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(config: Path, tmp_path: Path, number: int):
+    """It is told so by a signal, but not by the end of its terminal if it runs under nohup."""
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
-    command = [*TRAIN, config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
+    command = ["nohup", *TRAIN, config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
     with _started(command, log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
         if not torchrun.can_forward_signals() and number == signal.SIGUSR1:
             pytest.skip("this torchrun does not pass SIGUSR1 on")
+        if torchrun.can_forward_signals():
+            steps = len(_steps(run))
+            _kill([process.pid], signal.SIGHUP)
+            _wait_until(lambda: len(_steps(run)) > steps + 1, process, log)
         _kill([process.pid], number)
         assert _finish(process, log) == 1
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in log.read_text() and "SIGHUP" not in log.read_text()
     (saved,) = list_checkpoints(run)
     assert f"stopped by {signal.Signals(number).name}: saved after step {int(saved.name[5:])} of 500" in log.read_text()
     assert _steps(run) == list(range(1, int(saved.name[5:]) + 1))

@@ -99,7 +99,8 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
     restarts = 3 if options.restarts is None else options.restarts
     arguments = [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     if torchrun.can_forward_signals():
-        arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+        hangup = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else "SIGHUP,"  # ignored: nohup, so it goes on
+        arguments.append(f"--signals-to-handle=SIGTERM,SIGINT,{hangup}SIGQUIT,SIGUSR1")
     else:  # it would die of SIGUSR1 and leave its processes running
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if options.machines == 1:
