@@ -7,7 +7,7 @@ columns of both pictures; the picture is ATT/ID/NAME (source: visionjo/facerec-b
 
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,18 +75,25 @@ def read_pair_list(path: Path, column: str | None, faces: Faces) -> PairList:
     if not first:
         raise ValueError(f"{shown(path)}: no pair has both pictures in the table, with names such as {_example(faces, 'name')}")
     numbers, names = _numbered(path, column or "files", groups)
-    owners = np.unique(people, return_inverse=True)[1].reshape(-1, 2)
+    number_of = {person: number for number, person in enumerate(sorted(set(people)))}
+    owners = np.array([number_of[person] for person in people])
     left, right = np.array([first, second], dtype=np.int64)
-    return PairList(left, right, np.array(same), numbers.reshape(-1, 2), owners, names, len(found) - len(first))
+    pairs = (left, right, np.array(same), numbers.reshape(-1, 2), owners.reshape(-1, 2))
+    return PairList(*pairs, names, len(found) - len(first))
 
 
-def _read_table(path: Path) -> tuple[list[list[str]], list[str]]:
+def _read_table(path: Path) -> tuple[Iterator[list[str]], list[str]]:
     rows = read_csv(path)
-    head = [word.strip() for word in rows[0]] if rows else []
-    for number, row in enumerate(rows, 1):
-        if row and len(row) != len(head):
-            raise ValueError(f"{shown(path)}: row {number} has {len(row)} columns, the first line {len(head)}")
-    return [row for row in rows[1:] if row], head
+    head = [word.strip() for word in next(rows, [])]
+    return _filled(path, rows, len(head)), head
+
+
+def _filled(path: Path, rows: Iterable[list[str]], width: int) -> Iterator[list[str]]:
+    for number, row in enumerate(rows, 2):
+        if row and len(row) != width:
+            raise ValueError(f"{shown(path)}: row {number} has {len(row)} columns, the first line {width}")
+        if row:
+            yield row
 
 
 def _column(path: Path, head: Sequence[str], *names: str) -> int:
@@ -101,12 +108,16 @@ def _read_bfw(path: Path, column: str) -> list[tuple[str, str, bool, str, str]]:
     rows, head = _read_table(path)
     first, second, label = (_column(path, head, name) for name in ("p1", "p2", "label"))
     own, other = (_column(path, head, f"{column}{number}", column) for number in (1, 2))
+    pairs, same = list[tuple[str, str, bool, str, str]](), dict[str, str]()  # a repeated text is kept once
     for number, row in enumerate(rows, 2):
         if row[label].strip().lower() not in _SAME or not row[own].strip() or not row[other].strip():
             raise ValueError(
                 f"{shown(path)}: row {number} needs a label 0 or 1, and groups; got {one_line(','.join(row))[:80]!r}"
             )
-    return [(row[first], row[second], _SAME[row[label].strip().lower()], row[own].strip(), row[other].strip()) for row in rows]
+        texts = (row[first], row[second], row[own].strip(), row[other].strip())
+        one, two, group, second_group = (same.setdefault(text, text) for text in texts)
+        pairs.append((one, two, _SAME[row[label].strip().lower()], group, second_group))
+    return pairs
 
 
 def _read_folder(path: Path) -> list[tuple[str, str, bool, str, str]]:

@@ -144,7 +144,7 @@ def read_measures(path: Path, wanted: Sequence[str], names: Sequence[str]) -> tu
         ValueError: the file cannot be read, has no row of a picture or two of one, or a text where a number must be.
     """
     rows = read_csv(path)
-    head = [word.strip() for word in rows[0]] if rows else []
+    head = [word.strip() for word in next(rows, [])]
     own = next((head.index(name) for name in _NAMES if name in head), None)
     if own is None:
         raise ValueError(f"{shown(path)}: needs a column {' or '.join(_NAMES)}; it has {one_line(', '.join(head))[:200]}")
@@ -156,7 +156,7 @@ def read_measures(path: Path, wanted: Sequence[str], names: Sequence[str]) -> tu
     for number, name in enumerate(names):
         rows_of.setdefault(name, []).append(number)
     line_of: dict[str, int] = {}
-    for line, row in enumerate(rows[1:], 2):
+    for line, row in enumerate(rows, 2):
         if not row:
             continue
         if ofiq:

@@ -1,11 +1,12 @@
 """Text files of a user, line by line, with errors that say where; and files and folders that a program writes aside."""
 
 import errno
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from utils.files import NewFile, new_file, read_csv, read_lines, read_numbers, unfinished_folder
+from utils.files import NewFile, new_file, read_csv, read_lines, read_numbers, unfinished_folder, write_csv
 
 
 def test_lines_are_the_same_from_every_editor(tmp_path: Path):
@@ -19,17 +20,31 @@ def test_names_and_cells_keep_characters_at_which_python_ends_lines(tmp_path: Pa
     (tmp_path / "list.txt").write_text("\n".join(["", *names, ""]) + "\n", encoding="utf-8")
     assert read_lines(tmp_path / "list.txt") == ["", *names, ""]
     (tmp_path / "empty.txt").touch()
-    assert read_lines(tmp_path / "empty.txt") == read_csv(tmp_path / "empty.txt") == []
+    assert read_lines(tmp_path / "empty.txt") == list(read_csv(tmp_path / "empty.txt")) == []
     for between in (",", ";"):
         rows = [["name", "group"], *([name, "one\ntwo"] for name in names)]
         text = "".join(between.join(f'"{cell}"' for cell in row) + "\r\n" for row in rows)
         (tmp_path / "table.csv").write_text(text, encoding="utf-8", newline="")
-        assert read_csv(tmp_path / "table.csv") == rows
+        assert list(read_csv(tmp_path / "table.csv")) == rows
     (tmp_path / "table.csv").write_text("drop,0,blurred; dark")
-    assert read_csv(tmp_path / "table.csv") == [["drop", "0", "blurred; dark"]]
+    assert list(read_csv(tmp_path / "table.csv")) == [["drop", "0", "blurred; dark"]]
     (tmp_path / "table.csv").write_text("x" * 200_000)
     with pytest.raises(ValueError, match=r"table\.csv: is no table: field larger than field limit"):
-        read_csv(tmp_path / "table.csv")
+        list(read_csv(tmp_path / "table.csv"))
+
+
+def test_a_long_table_is_never_in_memory_as_rows(tmp_path: Path):
+    rows = (("a, b", f"{number:06}", number) for number in range(20_000))  # of 20 bytes as text, of 200 as objects
+    tracemalloc.start()
+    write_csv(tmp_path / "table.csv", ("name", "text", "number"), rows)
+    most = [tracemalloc.get_traced_memory()[1]]
+    tracemalloc.reset_peak()
+    read = read_csv(tmp_path / "table.csv")
+    assert next(read) == ["name", "text", "number"]
+    assert all(row == ["a, b", f"{number:06}", str(number)] for number, row in zip(range(20_000), read, strict=True))
+    most.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.stop()
+    assert max(most) < 100 * 20_000
 
 
 def test_what_is_no_text_is_an_error_that_names_the_file(tmp_path: Path):

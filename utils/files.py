@@ -11,6 +11,7 @@ import csv
 import errno
 import hashlib
 import io
+import itertools
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ MAX_SMALL_TEXT = 1 << 24  # bytes of a configuration, or of another file that pe
 HASH = "xxh3_128"  # detects damage, at 10 GB/s, but not deliberate changes
 MAX_DEPTH = 32  # folders below the one that is searched
 _PART = 1 << 18  # bytes of a long text, and some more up to the end of a line
+_ROWS = 1 << 12  # of a table that are written at once
 
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
@@ -103,13 +105,14 @@ def lines_of(text: bytes) -> Iterator[bytes]:
         begin = stop
 
 
-def read_csv(path: str | os.PathLike[str]) -> list[list[str]]:
-    """Return the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons if the first line has no comma."""
+def read_csv(path: str | os.PathLike[str]) -> Iterator[list[str]]:
+    """Yield the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons if the first line has no comma."""
     with reading(path):
         text = read_text(path)
     head = text.partition("\n")[0]
+    lines = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline="")  # StringIO takes four bytes for each character
     try:
-        return list(csv.reader(io.StringIO(text, newline=""), delimiter=";" if ";" in head and "," not in head else ","))
+        yield from csv.reader(lines, delimiter=";" if ";" in head and "," not in head else ",")
     except csv.Error as error:
         raise ValueError(f"{shown(path)}: is no table: {error}") from None
 
@@ -414,8 +417,11 @@ def csv_bytes(rows: Iterable[Sequence[object]]) -> bytes:
 
 
 def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table with a line of column names, as `new_file` does."""
-    write_file(path, csv_bytes([head, *rows]))
+    """Write a table with a line of column names, as `new_file` does; of millions of rows, few are in memory at once."""
+    left = itertools.chain([head], rows)
+    with new_file(path) as file:
+        while some := list(itertools.islice(left, _ROWS)):
+            file.write(csv_bytes(some))
 
 
 @contextlib.contextmanager
