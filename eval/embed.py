@@ -53,18 +53,21 @@ def embed_images(
     first = sum(counts[: world.rank])
     if world.device.type == "cpu":  # whose speed is that of _CPU_VIEWS, and progress is seen more often
         settings = replace(settings, batch_size=min(settings.batch_size, 2 * _CPU_VIEWS))
-    blocks: list[Tensor] = []
+    found, done = None, 0  # one tensor: a list of its parts, joined at the end, takes twice the memory
     with raise_on_all_ranks(world), inference_mode(model):
         for images in _batches(decode, range(first, first + counts[world.rank]), settings):
             pixels = _on_device(images, min(settings.batch_size, counts[world.rank]), world.device)
             embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), settings.autocast)
             views = torch.stack(embeddings.chunk(2), dim=1)[: len(images)]
-            blocks.append(views.sum(1, keepdim=True) if summed else views)
+            views = views.sum(1, keepdim=True) if summed else views
+            found = views.new_empty(counts[world.rank], *views.shape[1:]) if found is None else found
+            found[done : done + len(images)] = views
+            done += len(images)
             progress(len(images))
-    if not blocks:  # more ranks than images
+    if found is None:  # more ranks than images
         size = _embedding_size(model, settings.image_size, world.device)
-        blocks = [torch.zeros(0, 1 if summed else 2, size, device=world.device)]
-    return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy().swapaxes(0, 1)
+        found = torch.zeros(0, 1 if summed else 2, size, device=world.device)
+    return all_gather_rows(found, counts, world).cpu().numpy().swapaxes(0, 1)
 
 
 def class_means(

@@ -20,6 +20,7 @@ from .protocol import Embed, Protocol, Rates
 _RANKS = (1, 5, 10, 20)
 _FPIR = (0.001, 0.01, 0.1)
 _CELLS_AT_ONCE = 1 << 23  # scores of some probes to all entries: 64 MiB
+_ROWS_AT_ONCE = 1 << 14
 
 
 class IdentificationResult(NamedTuple):
@@ -85,7 +86,7 @@ def identify(
         raise ValueError(f"identification needs a gallery and probes, got {len(gallery)} and {len(probes)} images")
     order = np.argsort(gallery_people, kind="stable")
     people, begins = np.unique(gallery_people[order], return_index=True)
-    entries = gallery[order]
+    entries = gallery if (np.diff(order) > 0).all() else gallery[order]
     column = np.searchsorted(people, probe_people)
     column[people[np.minimum(column, len(people) - 1)] != probe_people] = -1
     rank = np.zeros(len(probes), dtype=np.int64)
@@ -179,15 +180,19 @@ class Identification(Protocol[Rates]):
     def _unit_rows(self, faces: Faces, embed: Embed) -> np.ndarray:
         """Return the unit embeddings (n, D) float32, plain + mirrored, of all images of a set."""
         sums = embed.sums(lambda index, size: faces.pixels_and_label(index, size)[0], faces.num_stored)
-        norms = np.linalg.norm(sums, axis=1, keepdims=True)
-        return sums / np.where(norms == 0, 1, norms)
+        for begin in range(0, len(sums), _ROWS_AT_ONCE):  # of a million faces, whose copies take gigabytes
+            rows = sums[begin : begin + _ROWS_AT_ONCE]
+            norms = np.linalg.norm(rows, axis=1, keepdims=True)
+            rows /= np.where(norms == 0, 1, norms)
+        return sums
 
     def _rates(self, vectors: Sequence[np.ndarray], embed: Embed) -> Rates:
         names = np.concatenate(self._people).tolist()
         number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
         people = np.array([number_of[name] for name in names])
         known = sum(map(len, vectors[:-1]))
-        found = identify(np.concatenate(vectors[:-1]), people[:known], vectors[-1], people[known:], embed.bar)
+        gallery = vectors[0] if len(vectors) == 2 else np.concatenate(vectors[:-1])
+        found = identify(gallery, people[:known], vectors[-1], people[known:], embed.bar)
         rates = found.rates(_RANKS, _FPIR)
         counts = {
             "gallery_images": known,

@@ -1,8 +1,11 @@
+import tracemalloc
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from eval import identification
-from eval.identification import IdentificationResult, identify
+from eval.identification import Identification, IdentificationResult, identify
 
 pytestmark = pytest.mark.numeric
 
@@ -28,6 +31,23 @@ def test_ranks_equal_a_slow_search(cells: int, monkeypatch: pytest.MonkeyPatch):
         right = scores[int(wanted[q])]
         assert found.own[q] == pytest.approx(right)
         assert found.rank[q] == 1 + sum(score > right + 1e-12 for score in scores.values())
+
+
+def test_a_large_gallery_is_never_copied(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(identification, "_ROWS_AT_ONCE", 100)
+    raw = np.random.default_rng(2).normal(size=(20_000, 64)).astype(np.float32)
+    raw[7] = 0
+    wanted = raw / np.where(raw.any(axis=1), np.linalg.norm(raw, axis=1), 1)[:, None]
+    searching = Identification.__new__(Identification)
+    searching._people = [np.arange(20_000), np.array([9])]
+    embed = SimpleNamespace(sums=lambda decode, count: raw, bar=iter)
+    tracemalloc.start()
+    gallery = searching._unit_rows(SimpleNamespace(num_stored=20_000), embed)
+    rates = searching._rates([gallery, wanted[9:10]], embed)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(gallery, wanted) and rates.figures["rank_1"] == 1
+    assert most < raw.nbytes
 
 
 def test_rates_equal_a_walk_over_all_thresholds():
