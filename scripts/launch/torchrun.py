@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 1
     except (RendezvousError, DistError) as error:
-        said = str(error.__cause__ or error)  # the error itself only points to its cause
-        if "EADDRINUSE" in said:
+        text = str(error.__cause__ or error)  # the error itself only points to its cause
+        said = (text.splitlines() or [f"not all have come in time; start the same command on each ({type(error).__name__})"])[0]
+        if "EADDRINUSE" in text:
             said = "the port is in use by another run; choose one for all machines, --head HOST:PORT"
-        said = (said.splitlines() or [f"not all have come in time; start the same command on each ({type(error).__name__})"])[0]
-        if isinstance(error, (RendezvousConnectionError, DistError)) and "in use" not in said:
+        elif isinstance(error, (RendezvousConnectionError, DistError)):
             said += "; the machine of --head ended or cannot be reached: start the command on all of them again"
         print(f"error: the machines cannot meet: {said}", file=sys.stderr)
         return 1
