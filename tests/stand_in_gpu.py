@@ -57,9 +57,7 @@ def _refuse(what: str) -> None:
 class _Operations(TorchDispatchMode):
     """Follows the devices through all operations."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it torch imports it, which takes two seconds of each process
+    _should_skip_dynamo = classmethod(lambda cls: False)  # to skip it torch imports it: two seconds of each process
 
     def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = _tensors(args, kwargs), function.overloadpacket.__name__

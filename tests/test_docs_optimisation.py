@@ -54,3 +54,5 @@ def test_every_setting_on_the_page_is_one_that_a_run_takes(tmp_path: Path):
         beside = next((more for begin, more in needed.items() if override.startswith(begin)), [])
         load_config(tmp_path / "run.yaml", [override, *beside], NAMED)
     assert len(set(found)) >= 15
+    for section, key in re.findall(r"`([a-z]+)\.([a-z_]+)`", PAGE):
+        assert key in ("safetensors", "md") or key in BASE[section], (section, key)

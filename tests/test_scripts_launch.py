@@ -187,7 +187,7 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert train.main([str(config), *overrides]) == 0, capsys.readouterr().err
-        assert started.pop().startswith(expected) and not started, (lines, visible, overrides)
+        assert f"{started.pop()} ".startswith(f"{expected} ") and not started, (lines, visible, overrides)
     assert train.main([str(config), "--machines", "2", "--head", "127.0.0.1"]) == 1
     assert ",read_timeout=600 " in started.pop() and os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
 
