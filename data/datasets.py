@@ -116,8 +116,8 @@ class FolderDataset(FaceDataset):
             raise ValueError(f"no sub-folder in {folder}. Put the images of each identity into a folder of its own")
         people = found.by_folder()
         self.classes = [name for name, files in people.items() if files]
-        self._files = [file for files in people.values() for file in files]  # relative to the folder
-        if not self._files:
+        self.files = [file for files in people.values() for file in files]  # relative to the folder
+        if not self.files:
             raise ValueError(no_image_below(self.root))
         empty = [shown(name) for name, files in people.items() if not files]
         self.warnings = tuple(passed_over(self.root, found))
@@ -128,24 +128,24 @@ class FolderDataset(FaceDataset):
             )
         counts = [len(files) for files in people.values() if files]
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self.num_images = len(self._files)
+        self.num_images = len(self.files)
         self.num_classes = len(self.classes)
 
     def describe(self) -> str:
         return f"{shown(self.root)}: image files, {self.num_images} images, {self.num_classes} classes (one per folder)"
 
     def key(self, index: int) -> str:
-        return shown(self.root / self._files[index])
+        return shown(self.root / self.files[index])
 
     def people(self) -> np.ndarray:
         return np.array(self.classes)[self._labels]
 
     def layout(self) -> Iterable[bytes]:
-        chunks = (self._files[begin : begin + _CHUNK] for begin in range(0, self.num_images, _CHUNK))
+        chunks = (self.files[begin : begin + _CHUNK] for begin in range(0, self.num_images, _CHUNK))
         return (os.fsencode("\0".join(files)) for files in chunks)
 
     def sample(self, index: int) -> tuple[bytes, int]:
-        return _read(self.root / self._files[index]), self.label(index)
+        return _read(self.root / self.files[index]), self.label(index)
 
 
 def passed_over(folder: Path, found: Found) -> list[str]:
@@ -153,6 +153,10 @@ def passed_over(folder: Path, found: Found) -> list[str]:
     passed, lines = found.passed, []
     if passed:
         lines = [f"{shown(folder)}: {len(passed)} folder(s) below it were not entered: {_first(passed, '; ')}"]
+    if found.loose:
+        lines.append(
+            f"{shown(folder)}: {found.loose} picture(s) in the folder itself belong to no identity and were passed over"
+        )
     if unread := [f"{found.others[ending]} {ending}" for ending in _UNREAD if ending in found.others]:
         lines.append(f"{shown(folder)}: pictures that cannot be read were passed over: {', '.join(unread)}; convert them first")
     return lines

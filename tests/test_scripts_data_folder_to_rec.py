@@ -57,13 +57,21 @@ def test_pictures_of_the_right_size_go_in_byte_for_byte(tmp_path: Path, threads:
 def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     people = folder_of_people(tmp_path / "people", [3, 1, 2])
     (people / "person_1" / "IMG_1.HEIC").write_bytes(b"x")
+    (people / "IMG_2.JPG").write_bytes(jpeg(picture(0)))
+    (people / "nobody").mkdir()
     _runs(folder_to_rec, people, tmp_path / "set", "--min-images", 2)
     assert RecordDataset(tmp_path / "set").labels().tolist() == [0, 0, 0, 1, 1]
-    assert "pictures that cannot be read were passed over: 1 .heic; convert them" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "pictures that cannot be read were passed over: 1 .heic; convert them" in said.err
+    assert f"{people}: 1 picture(s) in the folder itself belong to no identity and were passed over" in said.err
+    assert "1 of 4 sub-folders hold no image" in said.err and "1 identities have fewer than 2 pictures" in said.out
     (people / "some.lst").write_text("1\tperson_0/0.jpg\t0\n1\tperson_2/0.jpg\t2\n1\tperson_2/1.jpg\t2\n")
     _runs(folder_to_rec, people / "some.lst", some := tmp_path / "so me", "--min-images", 2)
     assert RecordDataset(some).labels().tolist() == [0, 0]
     assert f"next: face data inspect '{some}' --out report\n" in capsys.readouterr().out
+    for pictures, count, most in ((people, 4, 3), (people / "some.lst", 3, 2)):
+        line = _fails(capsys, folder_to_rec, pictures, tmp_path / "no", "--min-images", count)
+        assert f"no identity has {count} pictures, the largest has {most}; lower --min-images" in line
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -146,6 +146,7 @@ class Found(NamedTuple):
     files: list[str]  # relative to the folder, sorted, each below one of `folders`, or at the top if requested
     passed: list[str]  # folders that were not entered, with the reason
     others: Counter[str]  # of the other files, by ending in small letters
+    loose: int  # of those at the top that would have counted below, 0 if requested
 
     def by_folder(self) -> dict[str, list[str]]:
         """Return for each of `folders` the files below it, as in `files`; for "" those at the top, if there are any."""
@@ -171,7 +172,7 @@ def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: b
     search.enter("")
     search.follow_links()
     folders = {path for path in search.entered if path and os.sep not in path} | search.unreadable
-    return Found(sorted(folders), sorted(search.files), search.passed, search.others)
+    return Found(sorted(folders), sorted(search.files), search.passed, search.others, search.loose)
 
 
 class _Search:
@@ -182,6 +183,7 @@ class _Search:
         self.files: list[str] = []
         self.passed: list[str] = []
         self.others: Counter[str] = Counter()
+        self.loose = 0
         self.entered: list[str] = []
         self.unreadable: set[str] = set()  # at the top
         self.links: list[str] = []  # to folders, not yet followed
@@ -219,6 +221,8 @@ class _Search:
                         self.files.append(os.path.join(inside, entry.name))
                     else:
                         self.others[os.path.splitext(entry.name)[1].lower()] += 1
+                else:
+                    self.loose += entry.name[0] != "." and entry.name.lower().endswith(self.suffixes)
 
     def is_folder(self, entry: os.DirEntry[str], inside: str) -> bool:
         """Return whether an entry is a folder; say of a link that cannot be followed why, unless it is named like a file."""

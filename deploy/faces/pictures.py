@@ -89,30 +89,6 @@ def check_distinct(folder: Path, names: Sequence[str], crops: Sequence[object]) 
             raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
 
 
-def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
-    """Return the pictures below a folder of one per identity, the identities' names, and the number of those with too few."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
-    found = find_files(folder, IMAGE_SUFFIXES)
-    for line in passed_over(folder, found):
-        print(f"warning: {one_line(line)}", file=sys.stderr)
-    if not found.folders:
-        raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")
-    pictures: list[Picture] = []
-    kept: list[str] = []
-    most = 0  # pictures of an identity
-    for name, files in found.by_folder().items():
-        most = max(most, len(files))
-        if len(files) >= max(1, min_images):
-            pictures += [Picture(folder, file, len(kept)) for file in files]
-            kept.append(name)
-    if not pictures:
-        if not most:
-            raise ValueError(no_image_below(folder))
-        raise ValueError(f"{folder}: no identity has {min_images} pictures, the largest has {most}; lower --min-images")
-    return pictures, kept, len(found.folders) - len(kept)
-
-
 def read_list(path: Path) -> Iterator[Picture]:
     """Yield the pictures of a .lst file of insightface (aligned, path, label, ...) or mxnet's im2rec (index, label, path).
 

@@ -14,19 +14,22 @@ Examples:
 
 import argparse
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.datasets import FolderDataset
 from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
-from deploy.faces.pictures import UPRIGHT, Picture, Rejected, Rules, encode, list_identities, report_turned
+from deploy.faces.pictures import UPRIGHT, Picture, Rejected, Rules, encode, report_turned
 from deploy.faces.pictures import read_list as read_lst
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import write_file
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
+from utils.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,14 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> None:
     """Write the set; an unusable picture is an error, or is listed with --skip-bad."""
     if options.folder.is_file():
-        pictures, left_out = sorted(read_lst(options.folder), key=lambda picture: picture.label), 0
+        pictures = sorted(read_lst(options.folder), key=lambda picture: picture.label)
         if not pictures:
             raise ValueError(f"{options.folder}: the list has no pictures")
-        counts = Counter(picture.label for picture in pictures)
-        pictures = [picture for picture in pictures if counts[picture.label] >= options.min_images]
-        left_out = sum(count < options.min_images for count in counts.values())
     else:
-        pictures, _, left_out = list_identities(options.folder, options.min_images)
+        people = FolderDataset(str(options.folder))
+        print(*(f"warning: {one_line(line)}\n" for line in people.warnings), sep="", end="", file=sys.stderr)
+        pictures = [Picture(options.folder, file, people.label(index)) for index, file in enumerate(people.files)]
+    counts = Counter(picture.label for picture in pictures)
+    pictures = [picture for picture in pictures if counts[picture.label] >= options.min_images]
+    left_out = sum(count < options.min_images for count in counts.values())
+    if not pictures:
+        most = f"the largest has {max(counts.values())}; lower --min-images"
+        raise ValueError(f"{options.folder}: no identity has {options.min_images} pictures, {most}")
     if options.landmarks:
         known = read_landmarks(options.landmarks)
         found = points_of(known, [picture.name for picture in pictures])
