@@ -327,7 +327,7 @@ def choose_device(device: str, local_rank: int, setting: str = "--device ") -> t
         raise ValueError(f"{setting}cuda, but torch sees no CUDA device; choose {setting}cpu or install a CUDA build of torch")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU of the {torch.cuda.device_count()} here; lower torchrun's --nproc_per_node"
+            f"local rank {local_rank} has no GPU of the {torch.cuda.device_count()} here; start fewer processes on this machine"
         )
     return torch.device("cuda", local_rank)
 
