@@ -44,7 +44,9 @@ class FindLandmarks(nn.Module):
         self.points = nn.Linear(_WIDTHS[-1] * (image_size // 16) ** 2, 10)
         nn.init.zeros_(self.points.weight)
         nn.init.zeros_(self.points.bias)
-        self.register_buffer("template", (torch.tensor(TEMPLATE, dtype=torch.float32) + 0.5) / IMAGE_SIZE, persistent=False)
+        with torch.device("cpu"):  # to compute on the device meta, torch would import its compiler: two seconds of each start
+            template = (torch.tensor(TEMPLATE, dtype=torch.float32) + 0.5) / IMAGE_SIZE
+        self.register_buffer("template", template.to(self.points.weight.device), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, 5, 2) from (b, 3, S, S)."""
@@ -105,10 +107,11 @@ class KeypointTransformer(VisionTransformer):
         nn.init.zeros_(self.keypoint_linear.weight)
         nn.init.zeros_(self.keypoint_linear.bias)
         self.landmarks = FindLandmarks(image_size)
-        self.register_buffer("bucket", buckets(side), persistent=False)
-        middle = (torch.arange(side) + 0.5) / side
-        places = torch.stack([middle.expand(side, side), middle[:, None].expand(side, side)], dim=-1)
-        self.register_buffer("places", places.reshape(-1, 1, 2), persistent=False)
+        with torch.device("cpu"):
+            middle, bucket = (torch.arange(side) + 0.5) / side, buckets(side)
+            places = torch.stack([middle.expand(side, side), middle[:, None].expand(side, side)], dim=-1)
+        self.register_buffer("bucket", bucket.to(self.pos_embed.device), persistent=False)
+        self.register_buffer("places", places.reshape(-1, 1, 2).to(self.pos_embed.device), persistent=False)
 
     def forward(self, images: Tensor, landmarks: Tensor | None = None) -> Tensor:
         """Return the (b, D) raw embeddings of images (b, 3, S, S), in fp32 even under autocast.

@@ -72,9 +72,14 @@ def _train_and_look_for_the_compiler(arguments: list[str]) -> int:
     return status or int(any(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "sympy")))
 
 
-@pytest.mark.parametrize(("num_processes", "optimizer"), [(2, "sgd"), (1, "adamw")])
-def test_no_process_imports_the_compiler_of_torch(dataset: Path, tmp_path: Path, num_processes: int, optimizer: str):
-    overrides = [f"optimizer.name={optimizer}", "optimizer.lr=1e-3", "train.max_steps=3", "eval.every=2", "checkpoint.every=2"]
+@pytest.mark.parametrize(
+    ("num_processes", "settings"),
+    [(2, "optimizer.name=sgd"), (1, "optimizer.name=adamw backbone.name=vit_kprpe_shallow data.landmarks=POINTS")],
+)
+def test_no_process_imports_the_compiler_of_torch(dataset: Path, tmp_path: Path, num_processes: int, settings: str):
+    np.save(points := tmp_path / "points.npy", np.full((FEW_IMAGES, 5, 2), 0.5, dtype=np.float16))
+    settings = settings.replace("POINTS", str(points))
+    overrides = [*settings.split(), "optimizer.lr=1e-3", "train.max_steps=3", "eval.every=2", "checkpoint.every=2"]
     arguments = small_run(dataset, tmp_path, *overrides)
     ended_well(run_program(_train_and_look_for_the_compiler, [arguments] * num_processes))
 
