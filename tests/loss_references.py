@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import norm
 from torch import Tensor
 
 State = dict[str, Any]
@@ -104,7 +103,8 @@ def entropy_weights(entropy: np.ndarray) -> np.ndarray:
     x = x / x.std()
     share, variance, density = 0.1, 1.0, 0.2
     for _ in range(1000):
-        normal = share * norm.pdf(x, scale=np.sqrt(variance + 1e-3))
+        wide = variance + 1e-3
+        normal = share * np.exp(-(x**2) / (2 * wide)) / np.sqrt(2 * np.pi * wide)
         normal = normal / (normal + (1.0 - share) * density)
         count = normal.sum()
         variance, share = (normal * x**2).sum() / count, min(count / len(x), 0.5)

@@ -73,8 +73,8 @@ def test_the_tensors_of_each_operation_lie_on_one_device(dataset: Path, files: d
     for key, path in files.items():
         settings = settings.replace(f"={key}", f"={path}")
     ranks = 2 if name in TWO else 1
-    for steps, words in ((3, "checkpoints, log and figures"), (6, "resumed from")):
-        arguments = [*_arguments(dataset, tmp_path, settings), f"train.max_steps={steps}"]
+    for steps, words, sets in ((3, "checkpoints, log and figures", "tiny"), (6, "resumed from", "")):
+        arguments = [*_arguments(dataset, tmp_path, settings), f"train.max_steps={steps}", f"eval.targets=[{sets}]"]
         said = ended_well(run_program(_train, [arguments] * ranks)).stdout
         assert f"{ranks} x cuda" in said and words in said and "refused" not in said, said
 
