@@ -51,9 +51,9 @@ class Forward:
         unit = everyone / norm  # a zero row stays zero
         here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
         passes = self.passes
-        centres, which = target_centres(passes.centre_store, rows, unit[here], passes.sub_centers)
-        cosine = unit.new_zeros(len(unit))
-        cosine[here] = (unit[here] * centres).sum(dim=1)
+        own = unit.index_select(0, here)
+        centres, which = target_centres(passes.centre_store, rows, own, passes.sub_centers)
+        cosine = unit.new_zeros(len(unit)).index_copy_(0, here, (own * centres).sum(dim=1))
         nearest = None if which is None else torch.zeros_like(step.plan.places[micro]).index_copy_(0, here, which)
         batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {}, nearest=nearest)
         class_rows = self._class_rows(step, here, rows, len(unit))
@@ -85,7 +85,8 @@ class Forward:
         self.margin.commit(step.states, good)
         share = 1.0 / len(step.pulls)
         self.numbers.update({name: gradient * share for name, gradient in step.gradients.items()}, lr, good)
-        for pull, here, rows in zip(step.pulls, step.plan.owners, step.plan.local, strict=True):
+        samples = zip(step.pulls, step.plan.owners, step.plan.local, strict=True)
+        for pull, here, rows in samples if self.numbers.tensors else ():
             self.margin.collect(self.numbers.tensors, rows, pull.batch.unit[here], good)
         self.margin.refresh(self.numbers.tensors, step.plan.labels.step + 1, good, self.collectives)
 

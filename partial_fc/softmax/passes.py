@@ -93,6 +93,8 @@ class Pull(NamedTuple):
 
     def times(self, share: float) -> "Pull":
         """Return the pull of a loss that is multiplied by share."""
+        if share == 1:
+            return self
         even = None if self.even is None else self.even * share
         return self._replace(negatives=self.negatives * share, target=self.target * share, even=even)
 
@@ -208,8 +210,9 @@ class TwoPass:
         The caller may update the chunk's centres before it asks for the next chunk.
         """
         scaled = [None if pull.lse is not None else self._scaled(pull, pull.negatives) for pull in pulls]
-        by_target = torch.cat([pull.batch.unit * pull.whole_target[:, None] for pull in pulls])
-        operands = [self._operand(pull.batch) for pull in pulls]
+        parts = [pull.batch.unit * pull.whole_target[:, None] for pull in pulls]
+        by_target = parts[0] if len(parts) == 1 else torch.cat(parts)
+        operands: dict[int, Tensor] = {}  # of the micro-batches whose weights are not in the cache
         evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
         even = torch.stack(evens).sum(dim=0) if evens else None
         # the other formats round the centres to bf16, so for them the gradient may be rounded as well
@@ -224,8 +227,9 @@ class TwoPass:
                 weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
                 if weighted is None:
                     centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
+                    operand = operands[micro] = operands[micro] if micro in operands else self._operand(pull.batch)
                     unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
-                    weighted, tile = self._tile(pull.batch, operands[micro], centres, chunk, None)
+                    weighted, tile = self._tile(pull.batch, operand, centres, chunk, None)
                     self._weigh(tile, shift, unused, pull.less)
                     self._spread(tile, weighted, chunk)
                 rows = scaled[micro]
