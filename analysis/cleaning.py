@@ -7,7 +7,7 @@ Shapes: n = images, D = embedding size, C = identities, m = images of an identit
 """
 
 from collections.abc import Iterator
-from math import comb, exp, log
+from math import comb, exp, isqrt, log
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ _MOST = 2048  # images of one identity that are compared with one another
 _SAMPLE = 4096  # images whose cosines with others make a distribution
 _PAIRS = 1 << 25  # cosines of a distribution
 _CLEAR = 1e-4  # probability of an impostor
-_CELLS = 1 << 23  # cosines at once, 32 MB
+_CELLS, _LEAST = 1 << 23, 32  # cosines at once, 32 MB; rows at once: with fewer, a product mostly waits for the memory
 _ROUNDS = 3  # of centres from members, and members from centres
 
 
@@ -117,8 +117,8 @@ def _by_label(rows: np.ndarray, keys: np.ndarray, labels: np.ndarray) -> list[np
 
 
 def _blocks(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
-    """Yield the rows in parts, so that a part times `width` has at most _CELLS numbers."""
-    step = max(1, _CELLS // width)
+    """Yield the rows in parts, so that a part times `width` has at most _CELLS numbers, or _LEAST rows."""
+    step = max(_LEAST, _CELLS // width)
     for begin in range(0, len(rows), step):
         yield rows[begin : begin + step]
 
@@ -170,9 +170,9 @@ def _refine(
         if len(there) < FEWEST // 2:
             raise ValueError("images of one label are no more alike than others: wrong labels, or an unfit network")
         impostors = np.zeros(BINS, dtype=np.int64)
-        few = sample[: max(256, _PAIRS // max(1, len(there)))]
+        few, known = sample[: max(256, _PAIRS // max(1, len(there)))], unit[there].T
         for rows in _blocks(few, len(there)):
-            impostors += histogram((vectors[rows] @ unit[there].T)[labels[rows, None] != there])
+            impostors += histogram((vectors[rows] @ known)[labels[rows, None] != there])
         border = find_border(histogram(own[judged]), impostors, far)
         if number < rounds - 1:
             core = own > border.cosine
@@ -220,12 +220,14 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
     # more do not pass than may be there
     floor = np.sqrt(1 - np.exp(-max(0.0, near + np.log(total * share / (2 * most)) / rate)))
     found: list[tuple[float, int, int]] = []
-    for rows in progress(list(_blocks(np.arange(len(one)), len(right))), None, "comparing centres", "block"):
-        cosines = one[rows] @ right.T
-        if other is None:
-            cosines[rows[:, None] >= np.arange(len(right))] = -2
-        a, b = np.nonzero(cosines > floor)
-        found += zip(cosines[a, b].tolist(), rows[a].tolist(), b.tolist(), strict=True)
+    step = isqrt(_CELLS)
+    tiles = [(i, j) for i in range(0, len(one), step) for j in range(i if other is None else 0, len(right), step)]
+    for i, j in progress(tiles, None, "comparing centres", "block"):
+        cosines = one[i : i + step] @ right[j : j + step].T
+        if other is None and i == j:
+            cosines[np.tri(len(cosines), dtype=bool)] = -2
+        a, b = np.divmod(np.flatnonzero(cosines > floor), cosines.shape[1])  # np.nonzero takes ten times as long
+        found += zip(cosines[a, b].tolist(), (a + i).tolist(), (b + j).tolist(), strict=True)
     found.sort(reverse=True)
     beyond = _beyond_chance([_bent(cosine) for cosine, _, _ in found], share * total, near, rate)
     if len(beyond) > 2 * most:  # nobody is told from others
@@ -358,14 +360,16 @@ def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float
     probability of at most k (k - 1 over s - 1) FAR^(s - 1). All identities are tested, so this is multiplied by their number;
     as logarithms, since the binomial may exceed any float.
     """
-    rest, splits = found.wrong[found.other_sure < 0.5], []
+    rest, splits = _by_label(found.wrong[found.other_sure < 0.5], keys, found.labels), []
+    wrong = {int(found.labels[rows[0]]): rows for rows in rest}
     for identity, half, sure in _halves(vectors, keys, found):
         centre = vectors[half].sum(axis=0)
-        own = rest[found.labels[rest] == identity]
-        near = own[vectors[own] @ centre > found.centres.border.cosine * np.linalg.norm(centre)]
-        splits.append((identity, np.sort(np.concatenate([half, near])), sure))
-        rest = rest[~np.isin(rest, near)]
-    groups = _by_label(rest, keys, found.labels)
+        own = wrong.get(identity, half[:0])
+        near = vectors[own] @ centre > found.centres.border.cosine * np.linalg.norm(centre)
+        splits.append((identity, np.sort(np.concatenate([half, own[near]])), sure))
+        if near.any():
+            wrong[identity] = own[~near]
+    groups = [rows for rows in wrong.values() if len(rows)]
     for rows in groups:
         while len(rows) >= SMALLEST:
             group, k = _dominant(vectors, rows, found.pair_border.cosine), len(rows)

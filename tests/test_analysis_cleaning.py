@@ -229,6 +229,12 @@ def test_pairs_of_centres_are_those_that_chance_does_not_explain(monkeypatch: py
     strangers = _unit(rng.normal(size=(50, SIZE)))
     monkeypatch.setattr(cleaning, "_CELLS", 1000)
     assert {(a, b) for a, b, *_ in near_pairs(np.concatenate([strangers, other]), centres)} >= {(50, 7), (51, 8)}
+    assert {(a, b) for a, b, *_ in near_pairs(centres)} == {(7, 300), (9, 301)}
+
+
+def test_a_product_with_millions_of_centres_is_of_several_rows():
+    """With four rows, as many as 32 MB are, it took five times as long: each reads all of the centres."""
+    assert [len(rows) for rows in cleaning._blocks(np.arange(70), 1 << 40)] == [32, 32, 6]
 
 
 @pytest.mark.parametrize("twice", [1, 10, 60])
