@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from data.datasets import FolderDataset, ListDataset
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
 from data.scan import Scan, SetNames, equal_groups
 from data.tar_dataset import TarDataset
+from eval import embedding_table
 from eval.embedding_table import read_table
 from scripts.data import filter as filter_data
 from scripts.data import inspect, rec_to_folder, repair
@@ -78,3 +80,14 @@ def test_an_image_takes_few_bytes(tmp_path: Path, what: str):
     peak = tracemalloc.get_traced_memory()[1] / count
     tracemalloc.stop()
     assert found is not None and peak < MOST[what], peak
+
+
+def test_a_table_that_takes_long_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(embedding_table, "tqdm", lambda items, delay, **words: tqdm(items, **words))
+    np.save(tmp_path / "table.npy", np.ones((2, 1), dtype=np.float32))
+    (tmp_path / "table.csv").write_text("name,person\na,b\nc,d\n")
+    read_table(tmp_path / "table.npy")
+    shown = capsys.readouterr().err
+    assert "reading table.npy: 100%" in shown and "checking table.npy: 100%" in shown
