@@ -193,7 +193,10 @@ def merge_centres(options: argparse.Namespace) -> None:
     if options.out.suffix == ".safetensors":
         _save(options.out, lambda path: write_planned(path, {"weight": Planned(torch.float32, shape, rows)}))
     else:
-        _save(options.out, lambda path: tensor_file.write_object(path, torch.cat(list(rows()))))
+        matrix = torch.empty(shape)
+        for start, block in zip(starts, rows(), strict=True):
+            matrix[start : start + len(block)] = block
+        _save(options.out, lambda path: tensor_file.write_object(path, matrix))
     words = f"{shape[0]} class centres of {shape[-1]} numbers, unit rows, row k for label k"
     print(f"{options.out}: {words}{f'; {shape[1]} sub-centers in each' if several else ''}")
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,14 +58,26 @@ def run_folder(tmp_path: Path, run_ranks: Callable[..., None]) -> Path:
 
 
 @pytest.mark.numeric
-def test_merged_centres_are_unit_rows_in_the_order_of_the_labels(run_folder: Path, tmp_path: Path):
+def test_merged_centres_are_unit_rows_in_the_order_of_the_labels(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     classes = classes_of_slots(np.arange(CLASSES), CLASSES, SEED)
     expected = torch.empty(CLASSES, DIM)
     for slot, label in enumerate(classes.tolist()):
         expected[label] = _centres()[slot] / (slot + 1)
     assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.safetensors")]) == 0
     torch.testing.assert_close(load_file(tmp_path / "all.safetensors")["weight"], expected)
+    usual, blocks, alive = torch.nn.functional.normalize, [], []
+
+    def normalize(values: torch.Tensor, **how: float) -> torch.Tensor:
+        alive.append(sum(block() is not None for block in blocks))
+        blocks.append(weakref.ref(made := usual(values, **how)))
+        return made
+
+    monkeypatch.setattr(torch.nn.functional, "normalize", normalize)
+    monkeypatch.setattr(checkpoint, "_ROWS_AT_ONCE", 2)
     assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.pt")]) == 0
+    assert len(alive) == 6 and max(alive) < 2  # beside the matrix, not all of it again
     torch.testing.assert_close(torch.load(tmp_path / "all.pt", weights_only=True), expected)
     assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.pt")]) == 1  # never over what is there
     assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.npy")]) == 1
