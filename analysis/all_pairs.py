@@ -18,6 +18,7 @@ import torch
 
 from deploy.journal import Journal
 from eval.verification import OperatingPoint
+from utils.cli import progress
 from utils.parallel import map_in_order, torch_threads
 
 # a bin is 3e-5 wide. Where a small share f of impostor pairs is above a cosine, this share changes by a factor e within about
@@ -252,7 +253,8 @@ def _restore(counter: _Counter, journal: Journal | None) -> int:
 def genuine_pairs(vectors: np.ndarray, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield blocks of the genuine pairs of one person: rows of the two pictures (k,) int64, and their cosines (k,) float32."""
     order = np.argsort(labels, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+    people = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    for rows in progress(people, None, "genuine pairs", "person"):
         for begin in range(0, len(rows) if len(rows) > 1 else 0, _PERSON_ROWS):
             left = rows[begin : begin + _PERSON_ROWS]
             for other in range(begin, len(rows), _PERSON_ROWS):
