@@ -23,6 +23,7 @@ import torch
 
 from data.base import FaceDataset
 from deploy.journal import Journal
+from utils.cli import progress
 from utils.precision import is_fast_in_bf16
 from utils.report.contact_sheet import captioned_sheet
 from utils.report.page import Page
@@ -266,7 +267,7 @@ def _average_linkage(
         for excess, one, other in zip(above[now].tolist(), first[now].tolist(), second[now].tolist(), strict=True)
     ]
     heapq.heapify(heap)
-    while heap:
+    for _ in progress(iter(lambda: len(heap), 0), None, "joining", "pair"):
         _, one, other, *versions = heapq.heappop(heap)
         if versions != [version[one], version[other]]:
             continue  # one of them has grown or is gone
