@@ -105,7 +105,7 @@ def row_keys(vectors: np.ndarray) -> np.ndarray:
     """Return hashes of rows, (n,) uint64. Where some rows are taken, they are the first by these, in any order."""
     keys = np.empty(len(vectors), dtype=np.uint64)
     odd = np.random.default_rng(0).integers(0, 1 << 63, vectors.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    for rows in _blocks(np.arange(len(vectors)), vectors.shape[1]):
+    for rows in _blocks(np.arange(len(vectors)), vectors.shape[1], "ordering vectors"):
         keys[rows] = (np.ascontiguousarray(vectors[rows]).view(np.uint32) * odd).sum(axis=1) >> np.uint64(16)
     return keys
 
@@ -116,10 +116,10 @@ def _by_label(rows: np.ndarray, keys: np.ndarray, labels: np.ndarray) -> list[np
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else []
 
 
-def _blocks(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
-    """Yield the rows in parts, so that a part times `width` has at most _CELLS numbers, or _LEAST rows."""
+def _blocks(rows: np.ndarray, width: int, what: str = "averaging") -> Iterator[np.ndarray]:
+    """Yield the rows in parts, so that a part times `width` has at most _CELLS numbers, or _LEAST rows; a bar says `what`."""
     step = max(_LEAST, _CELLS // width)
-    for begin in range(0, len(rows), step):
+    for begin in progress(range(0, len(rows), step), None, what, "block", delay=5):
         yield rows[begin : begin + step]
 
 
@@ -264,13 +264,11 @@ def _nearest(vectors: np.ndarray, labels: np.ndarray, rows: np.ndarray, centres:
     And half of the distance to the cosine of the second nearest.
     """
     parts = [tuple(np.zeros(0, kind) for kind in (np.float32, np.int64, np.float32))]
-    with progress([], len(rows), "searching centres", "image") as bar:
-        for some, there, likeness in _likeness(vectors, labels, rows, centres):
-            line, best = np.arange(len(some)), likeness.argmax(axis=1)
-            cosine = likeness[line, best]
-            likeness[line, best] = -1
-            parts.append((cosine, there[best], (cosine - likeness.max(axis=1)) / 2))
-            bar.update(len(some))
+    for some, there, likeness in _likeness(vectors, labels, rows, centres):
+        line, best = np.arange(len(some)), likeness.argmax(axis=1)
+        cosine = likeness[line, best]
+        likeness[line, best] = -1
+        parts.append((cosine, there[best], (cosine - likeness.max(axis=1)) / 2))
     return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
@@ -280,7 +278,7 @@ def _likeness(
     """Yield some of the rows (r,), the identities with a centre (c,) and the cosines (r, c); -1 with the own identity."""
     there = np.flatnonzero(centres.size)
     unit = centres.unit[there]
-    for some in _blocks(rows, max(len(there), vectors.shape[1])):
+    for some in _blocks(rows, max(len(there), vectors.shape[1]), "searching centres"):
         likeness = vectors[some] @ unit.T
         likeness[labels[some, None] == there] = -1
         yield some, there, likeness

@@ -18,7 +18,7 @@ from utils.text import one_line, pip_install
 FORMS = (".parquet", ".npy")
 _LENGTH_ERROR = 1e-3  # of a vector of length 1, as float16 leaves it
 _QUALITIES = ("padding", "score", "ser_fiq")
-_BLOCK = 1 << 25  # numbers of vectors that are checked at once
+_BLOCK = 1 << 22  # numbers of vectors that are checked at once
 _EXPANSION, _SPARE = 10, 1 << 26  # a .parquet may take so many times its size in memory, and bytes more
 
 

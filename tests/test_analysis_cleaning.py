@@ -72,9 +72,12 @@ def test_a_set_without_wrong_labels_is_left_alone():
     assert len(found.wrong) <= 0.005 * len(made.labels) and found.merges == [] and found.splits == []
 
 
-def test_people_with_two_labels_and_labels_with_two_people_are_found():
-    made = planted(0.3)
+def test_people_with_two_labels_and_labels_with_two_people_are_found(monkeypatch: pytest.MonkeyPatch):
+    made, shown = planted(0.3), set()
+    monkeypatch.setattr(cleaning, "progress", lambda items, _, what, *more, **how: shown.add(what) or items)
     found = clean(made.vectors, made.labels)
+    # each part that reads all vectors of a table, which takes minutes for millions, shows how far it is
+    assert {"ordering vectors", "comparing images", "averaging", "comparing centres", "searching centres", "parting"} <= shown
     assert {(a, b) for a, b, *_ in found.merges} == {(k, PEOPLE + k) for k in range(TWICE)}
     # the half of a person under another label: its other half has a label, where the images belong
     for k in range(TWO):

@@ -43,11 +43,12 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     return Parser(prog=command, description=docstring)
 
 
-def progress(items: Iterable, total: int | None, what: str, unit: str) -> "tqdm":
-    """Return the items under a progress bar, which writes fewer lines if stderr is not a terminal."""
+def progress(items: Iterable, total: int | None, what: str, unit: str, delay: float = 0.0) -> "tqdm":
+    """Return the items under a progress bar, shown after a delay, which writes fewer lines if stderr is not a terminal."""
     from tqdm import tqdm
 
-    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", mininterval=0.1 if os.isatty(2) else 5.0)
+    seconds = 0.1 if os.isatty(2) else 5.0
+    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", mininterval=seconds, delay=delay)
 
 
 def leave_closed_output(error: BrokenPipeError) -> int:
