@@ -63,13 +63,13 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         Watchdog(world, config.run.timeout_minutes) as watch,
     ):
         introduce(config, setup, model, counts, start_step, log)
-        if start_step >= total_steps:
-            log.info("training is complete already; nothing to do. Raise train.max_steps or epochs, or choose another run.name")
-            return
         evaluator = build_evaluator(config, setup, model, log)
         if begins_with_evaluation(config, setup, start_step):
             watch.at(start_step, "evaluating", limited=False)
             evaluator.score(start_step)
+        if start_step >= total_steps:
+            log.info("training is complete already; nothing to do. Raise train.max_steps or epochs, or choose another run.name")
+            return
         parallel = for_training(config, setup, model)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
@@ -142,10 +142,11 @@ def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog) -
 
 
 def begins_with_evaluation(config: EasyDict, setup: Setup, start_step: int) -> bool:
-    """Return whether an evaluation comes before the first step: eval.at_start, or one that was due when a stop left it out."""
+    """Return whether an evaluation comes before the first step: eval.at_start, or one that a stop or an error left out."""
     if setup.resume_from is None or start_step == 0 or not setup.protocols:
         return config.eval.at_start and start_step == 0
-    return is_due(start_step, config.eval.every, 0) and read_manifest(setup.resume_from).get("score") is None
+    last = setup.total_steps if config.eval.at_end else 0
+    return is_due(start_step, config.eval.every, last) and read_manifest(setup.resume_from).get("score") is None
 
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:

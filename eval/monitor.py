@@ -208,8 +208,11 @@ class Evaluator(NamedTuple):
         networks = {"": self.backbone} if self.average is None else {"": self.backbone, _AVERAGE: self.average}
         for prefix, network in networks.items():
             broadcast_module(network, self.world)
-            found = evaluate(network, self.protocols, self.world, self.settings)
-            ranking = {f"{prefix}{name}": result for name, result in found}
+            try:
+                found = evaluate(network, self.protocols, self.world, self.settings)
+                ranking = {f"{prefix}{name}": result for name, result in found}
+            except ValueError as error:  # resumed, the run begins with this evaluation
+                raise type(error)(f"{error}. Mend it, or take the set out of eval.targets; the run then goes on") from None
             results |= ranking
         for name, result in results.items():
             self.log.record(step, name, dict(result.figures))

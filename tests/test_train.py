@@ -163,12 +163,15 @@ def test_a_broken_record_ends_all_processes_with_its_key(tmp_path: Path):
 
 def test_a_failed_evaluation_names_its_set_and_loses_nothing(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     overrides = ["eval.every=6", "checkpoint.every=0"]
+    (tmp_path / "other").mkdir()
+    other = small_run(dataset, tmp_path / "other", "eval.every=0", "checkpoint.every=0")  # which fails at the end
     with mock.patch.object(monitor, "evaluate", side_effect=ValueError("evaluation of tiny: image 3: cannot be decoded")):
-        assert "evaluation of tiny: image 3" in error_of(train.main(small_run(dataset, tmp_path, *overrides)), capsys)
+        for run in (small_run(dataset, tmp_path, *overrides), small_run(dataset, tmp_path, *overrides), other):
+            said = error_of(train.main(run), capsys)  # the second run begins with the evaluation
+            assert "evaluation of tiny: image 3" in said and "take the set out of eval.targets; the run then goes on" in said
     assert [path.name for path in list_checkpoints(tmp_path / "tiny")] == ["step_00000006"]
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 0
-    (tmp_path / "other").mkdir()
-    assert train.main(small_run(dataset, tmp_path / "other", *overrides)) == 0
+    assert train.main(other) == 0 and list(read_metrics(tmp_path / "other" / "tiny", "tiny")) == [15]
     equal_weights(tmp_path / "tiny", tmp_path / "other" / "tiny")
 
 
