@@ -237,6 +237,7 @@ def test_a_port_that_another_run_of_several_machines_holds_is_one_line(config: P
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = _run_two(config, "train.batch_size=8", "--machines=2", f"--head=127.0.0.1:{taken.getsockname()[1]}")
     assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
+    assert " for all 2 machines, at most ten minutes\n" in done.stderr
     assert "the port is in use by another run; choose one for all machines, --head HOST:PORT" in done.stderr
 
 

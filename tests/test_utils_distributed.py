@@ -14,6 +14,7 @@ from tiny_runs import ROOT, Started, run_program
 from torch import nn
 
 from partial_fc.collectives import Collectives
+from utils import distributed
 from utils.distributed import (
     RendezvousError,
     SharedError,
@@ -98,7 +99,8 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch
 
 
 def _meet(arguments: list[str]) -> int:
-    return run_main(lambda: print(init_distributed("cpu", timeout_minutes=0.01)))
+    with mock.patch.object(distributed, "_SILENT", 0.1):
+        return run_main(lambda: print(init_distributed("cpu", timeout_minutes=0.01)))
 
 
 def test_a_port_that_does_not_answer_ends_the_wait_in_time(tmp_path: Path):
@@ -109,7 +111,8 @@ def test_a_port_that_does_not_answer_ends_the_wait_in_time(tmp_path: Path):
         done = Started(_meet, [[]], tmp_path, {**os.environ, **words}).wait(60)
     port = f"127.0.0.1:{words['MASTER_PORT']}"
     says = f"error: rank 1: the processes cannot meet: port {port} does not answer; is rank 0 there, or another program?\n"
-    assert done.returncode == 1 and done.stderr == says
+    waits = f"rank 1 of 2 waits for others at {port}: do all run, with this WORLD_SIZE and address?\n"
+    assert done.returncode == 1 and done.stderr == waits + says
 
 
 @pytest.mark.parametrize(("name", "value", "least"), [("RANK", "first", 0), ("LOCAL_WORLD_SIZE", "0", 1)])

@@ -68,6 +68,8 @@ def _start(several: Sequence[str], options: argparse.Namespace) -> int:
     check = context.Process(target=_check, args=(options,))
     check.start()
     check.join()
+    if not check.exitcode and options.machines > 1:
+        print(f"waiting at {options.head} for all {options.machines} machines, at most ten minutes", file=sys.stderr)
     return 1 if check.exitcode else torchrun.main([*several, str(_ROOT / "train.py"), options.config, *options.overrides])
 
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent import futures
@@ -27,6 +28,7 @@ from .parent import follow_parent
 
 # in errors of NCCL: another process, or the way to it, is gone
 _LOST_TO_NCCL = ("ncclRemoteError", "remote process", "ncclSystemError", "communicator was aborted", "operation timeout")
+_SILENT = 30.0  # seconds of waiting for the other processes after which a line says so
 _timeout: datetime.timedelta | None = None  # of the group of all processes; None = torch's own
 _groups: "weakref.WeakValueDictionary[str, dist.ProcessGroup]" = weakref.WeakValueDictionary()  # none may outlive stop()
 
@@ -87,6 +89,11 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
     if world_size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         timeout = datetime.timedelta(minutes=timeout_minutes)
+        address = f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
+        words = f"rank {rank} of {world_size} waits for others at {address}: do all run, with this WORLD_SIZE and address?"
+        notice = threading.Timer(_SILENT, print, [words], {"file": sys.stderr})
+        if local_rank == 0:
+            notice.start()
         try:
             # in a thread, as torch waits without end for a server that accepts and is silent
             thread = futures.ThreadPoolExecutor(1, "rendezvous")
@@ -102,7 +109,9 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _timeout = timeout
         except (dist.DistError, RuntimeError, ValueError, futures.TimeoutError) as error:  # in Python 3.10 no TimeoutError
-            raise RendezvousError(_explain_rendezvous(error)) from None
+            raise RendezvousError(_explain_rendezvous(error, address)) from None
+        finally:
+            notice.cancel()
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
 
@@ -342,8 +351,7 @@ def _why_not_one_job(store: dist.Store, rank: int, world_size: int) -> str:
     return ""
 
 
-def _explain_rendezvous(error: Exception) -> str:
-    address = f"{os.environ.get('MASTER_ADDR', '(MASTER_ADDR is not set)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
+def _explain_rendezvous(error: Exception, address: str) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
