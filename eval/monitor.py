@@ -212,7 +212,8 @@ class Evaluator(NamedTuple):
                 found = evaluate(network, self.protocols, self.world, self.settings)
                 ranking = {f"{prefix}{name}": result for name, result in found}
             except ValueError as error:  # resumed, the run begins with this evaluation
-                raise type(error)(f"{error}. Mend it, or take the set out of eval.targets; the run then goes on") from None
+                error.args = (f"{error}. Mend it, or take the set out of eval.targets; the run then goes on",)
+                raise
             results |= ranking
         for name, result in results.items():
             self.log.record(step, name, dict(result.figures))
