@@ -146,7 +146,11 @@ def begins_with_evaluation(config: EasyDict, setup: Setup, start_step: int) -> b
     if setup.resume_from is None or start_step == 0 or not setup.protocols:
         return config.eval.at_start and start_step == 0
     last = setup.total_steps if config.eval.at_end else 0
-    return is_due(start_step, config.eval.every, last) and read_manifest(setup.resume_from).get("score") is None
+    due = is_due(start_step, config.eval.every, last) and read_manifest(setup.resume_from).get("score") is None
+    if due and start_step >= setup.total_steps:  # once: the checkpoint stays as it is, and only the folder has the results
+        times = [path.stat().st_mtime for path in (setup.folder / "results.json", setup.resume_from) if path.exists()]
+        due = distributed.all_gather_objects(len(times) < 2 or times[0] < times[1], setup.world)[0]
+    return due
 
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:

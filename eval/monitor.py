@@ -212,7 +212,7 @@ class Evaluator(NamedTuple):
                 found = evaluate(network, self.protocols, self.world, self.settings)
                 ranking = {f"{prefix}{name}": result for name, result in found}
             except ValueError as error:  # resumed, the run begins with this evaluation
-                error.args = (f"{error}. Mend it, or take the set out of eval.targets; the run then goes on",)
+                error.args = (f"{error}. If the set is at fault, mend it or take it out of eval.targets; the run then goes on",)
                 raise
             results |= ranking
         for name, result in results.items():

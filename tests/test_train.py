@@ -168,10 +168,12 @@ def test_a_failed_evaluation_names_its_set_and_loses_nothing(dataset: Path, tmp_
     with mock.patch.object(monitor, "evaluate", side_effect=ValueError("evaluation of tiny: image 3: cannot be decoded")):
         for run in (small_run(dataset, tmp_path, *overrides), small_run(dataset, tmp_path, *overrides), other):
             said = error_of(train.main(run), capsys)  # the second run begins with the evaluation
-            assert "evaluation of tiny: image 3" in said and "take the set out of eval.targets; the run then goes on" in said
+            assert "evaluation of tiny: image 3" in said and "take it out of eval.targets; the run then goes on" in said
     assert [path.name for path in list_checkpoints(tmp_path / "tiny")] == ["step_00000006"]
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 0
     assert train.main(other) == 0 and list(read_metrics(tmp_path / "other" / "tiny", "tiny")) == [15]
+    metrics = (tmp_path / "other" / "tiny" / "metrics.jsonl").read_bytes()
+    assert train.main(other) == 0 and (tmp_path / "other" / "tiny" / "metrics.jsonl").read_bytes() == metrics
     equal_weights(tmp_path / "tiny", tmp_path / "other" / "tiny")
 
 
