@@ -25,7 +25,7 @@ _MOST = 2048  # images of one identity that are compared with one another
 _SAMPLE = 4096  # images whose cosines with others make a distribution
 _PAIRS = 1 << 25  # cosines of a distribution
 _CLEAR = 1e-4  # probability of an impostor
-_CELLS, _LEAST = 1 << 23, 32  # cosines at once, 32 MB; rows at once: with fewer, a product mostly waits for the memory
+_CELLS, _LEAST = 1 << 23, 32  # cosines at once, 32 MB; but so many rows: with fewer, a product waits for the memory
 _ROUNDS = 3  # of centres from members, and members from centres
 
 
@@ -116,7 +116,7 @@ def _by_label(rows: np.ndarray, keys: np.ndarray, labels: np.ndarray) -> list[np
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else []
 
 
-def _blocks(rows: np.ndarray, width: int, what: str = "averaging") -> Iterator[np.ndarray]:
+def _blocks(rows: np.ndarray, width: int, what: str = "comparing") -> Iterator[np.ndarray]:
     """Yield the rows in parts, so that a part times `width` has at most _CELLS numbers, or _LEAST rows; a bar says `what`."""
     step = max(_LEAST, _CELLS // width)
     for begin in progress(range(0, len(rows), step), None, what, "block", delay=5):
@@ -156,7 +156,7 @@ def _refine(
         core = core & (size > 0)[labels]
         sums = np.zeros((count, vectors.shape[1]), dtype=np.float32)
         order = np.flatnonzero(core)
-        for rows in _blocks(order[np.argsort(labels[order], kind="stable")], vectors.shape[1]):
+        for rows in _blocks(order[np.argsort(labels[order], kind="stable")], vectors.shape[1], "averaging"):
             people, begins = np.unique(labels[rows], return_index=True)
             sums[people] += np.add.reduceat(vectors[rows], begins, axis=0)
         own = np.full(len(labels), -1, dtype=np.float32)

@@ -118,7 +118,7 @@ class FolderDataset(FaceDataset):
         self.classes = [name for name, files in people.items() if files]
         self.files = [file for files in people.values() for file in files]  # relative to the folder
         if not self.files:
-            raise ValueError(no_image_below(self.root))
+            raise ValueError("; ".join(passed_over(self.root, found)) if found.loose else no_image_below(self.root))
         empty = [shown(name) for name, files in people.items() if not files]
         self.warnings = tuple(passed_over(self.root, found))
         if empty:

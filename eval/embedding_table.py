@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
+from utils.cli import progress
 from utils.files import check_file, reading, shown
 from utils.text import one_line, pip_install
 
@@ -85,7 +85,7 @@ def read_table(path: Path) -> Faces:
         raise ValueError(f"{shown(path)}: is no table of `face embed` ({one_line(error)[:200]})") from None
     step = max(1, _BLOCK // max(1, faces.vectors.shape[1]))
     parts = range(0, len(faces.vectors), step)
-    for begin in tqdm(parts, unit="block", desc=f"checking {shown(path.name)}", delay=5, mininterval=5):
+    for begin in progress(parts, None, f"checking {shown(path.name)}", "block", delay=5):
         norms = np.linalg.norm(faces.vectors[begin : begin + step].astype(np.float64), axis=1)
         wrong = ~(np.abs(norms - 1) < _LENGTH_ERROR)  # NaN is wrong, too
         if wrong.any():
@@ -104,7 +104,7 @@ def _read_npy(path: Path) -> Faces:
         names, people, numbers, norms = list[str](), list[str](), array("q"), array("d")
         qualities = {key: (head.index(key), array("d")) for key in _QUALITIES if key in head}
         same: dict[str, str] = {}  # a repeated text is kept once
-        for row in tqdm(rows, total=len(vectors), unit="face", desc=f"reading {shown(path.name)}", delay=5, mininterval=5):
+        for row in progress(rows, len(vectors), f"reading {shown(path.name)}", "face", delay=5):
             if len(names) == len(vectors):
                 raise ValueError(f"{len(vectors)} vectors, but more rows in the .csv")
             names.append(row[name])

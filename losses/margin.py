@@ -218,7 +218,7 @@ class Margin(nn.Module):
         return None
 
     def collect(self, numbers: Mapping[str, Tensor], rows: Tensor, unit: Tensor, good: Tensor) -> None:
-        """Take the samples of a micro-batch whose classes lie in the shard, after an optimizer step.
+        """Take the samples of a micro-batch whose classes lie in the shard, after a step, if the margin has numbers of classes.
 
         Args:
             rows: (k,) int64, the row of each sample's class.

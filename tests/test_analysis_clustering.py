@@ -265,7 +265,7 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     more = ["--set", str(folder / "new"), "--to-rec", str(folder / "labelled")]
     assert program.main([*words, *more]) == 0
     said, shown = capsys.readouterr()
-    assert "joining: " in shown
+    assert "joining: " in shown and "\x1b" not in shown
     others, labels = _faces(30, 6, 0.5, seed=1, dim=128)
     others = _expanded(others, int(said.partition("averaged with ")[2].partition(" ")[0]))
     cosines = np.sort((others @ others.T)[labels[:, None] < labels])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from data.datasets import FolderDataset, ListDataset
 from data.record_dataset import RecordDataset
@@ -18,6 +17,7 @@ from eval import embedding_table
 from eval.embedding_table import read_table
 from scripts.data import filter as filter_data
 from scripts.data import inspect, rec_to_folder, repair
+from utils.cli import progress
 
 
 def _set(folder: Path, names: list[str]) -> Path:
@@ -85,7 +85,7 @@ def test_an_image_takes_few_bytes(tmp_path: Path, what: str):
 def test_a_table_that_takes_long_shows_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(embedding_table, "tqdm", lambda items, delay, **words: tqdm(items, **words))
+    monkeypatch.setattr(embedding_table, "progress", lambda *words, delay: progress(*words))
     np.save(tmp_path / "table.npy", np.ones((2, 1), dtype=np.float32))
     (tmp_path / "table.csv").write_text("name,person\na,b\nc,d\n")
     read_table(tmp_path / "table.npy")

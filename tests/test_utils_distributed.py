@@ -99,7 +99,7 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch
 
 
 def _meet(arguments: list[str]) -> int:
-    with mock.patch.object(distributed, "_SILENT", 0.1):
+    with mock.patch.object(distributed, "_SILENT", 0.01):
         return run_main(lambda: print(init_distributed("cpu", timeout_minutes=0.01)))
 
 

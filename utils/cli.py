@@ -47,8 +47,8 @@ def progress(items: Iterable, total: int | None, what: str, unit: str, delay: fl
     """Return the items under a progress bar, shown after a delay, which writes fewer lines if stderr is not a terminal."""
     from tqdm import tqdm
 
-    seconds = 0.1 if os.isatty(2) else 5.0
-    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", mininterval=seconds, delay=delay)
+    more = {"delay": delay, "mininterval": 0.1 if os.isatty(2) else 5.0, "position": 0}  # no cursor is moved for one in another
+    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", **more)
 
 
 def leave_closed_output(error: BrokenPipeError) -> int:
