@@ -69,6 +69,9 @@ def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path, 
     _runs(folder_to_rec, people / "some.lst", some := tmp_path / "so me", "--min-images", 2)
     assert RecordDataset(some).labels().tolist() == [0, 0]
     assert f"next: face data inspect '{some}' --out report\n" in capsys.readouterr().out
+    (tmp_path / "loose" / "nobody").mkdir(parents=True)
+    (tmp_path / "loose" / "1.jpg").write_bytes(jpeg(picture(0)))
+    assert "belong to no identity and were passed over" in _fails(capsys, folder_to_rec, tmp_path / "loose", tmp_path / "no")
     for pictures, count, most in ((people, 4, 3), (people / "some.lst", 3, 2)):
         line = _fails(capsys, folder_to_rec, pictures, tmp_path / "no", "--min-images", count)
         assert f"no identity has {count} pictures, the largest has {most}; lower --min-images" in line
