@@ -9,6 +9,7 @@ The threads of a process that trains:
     worker                     decodes the images of an evaluation, or draws the first class centres (utils/parallel.py)
     checkpoint                 writes a copy of the state to the disk (utils/checkpoint/writer.py)
     rendezvous                 meets the other processes
+    notice                     says that they are waited for
     signals                    notes signals to stop (utils/program.py)
     parent                     looks for torchrun
     signs of life              shows that this process works, while others wait

@@ -92,6 +92,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         address = f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
         words = f"rank {rank} of {world_size} waits for others at {address}: do all run, with this WORLD_SIZE and address?"
         notice = threading.Timer(_SILENT, print, [words], {"file": sys.stderr})
+        notice.name = "notice"
         if local_rank == 0:
             notice.start()
         try:
