@@ -10,7 +10,6 @@ import functools
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.cli import progress
+from utils.cli import progress, warn
 from utils.files import MAX_TEXT, lines_of, read_bytes, write_csv
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import map_in_order
-from utils.text import one_line
 
 from .base import FaceDataset
 from .datasets import FolderDataset, ListDataset, open_set
@@ -35,8 +33,7 @@ _AHEAD = 4096  # images that are prefetched at once
 def open_set_of(path: str | os.PathLike[str], loose: bool = False) -> FaceDataset:
     """Return the set at a path, like data.datasets.open_set; print its warnings to stderr."""
     dataset = open_set(path, loose=loose)
-    for line in dataset.warnings:
-        print(f"warning: {one_line(line)}", file=sys.stderr)
+    warn(*dataset.warnings)
     return dataset
 
 

@@ -24,14 +24,14 @@ from utils import distributed
 from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import load_weights, read_file
 from utils.checkpoint.tensor_file import NETWORK, read_metadata, read_tensors
-from utils.cli import int_in_range
+from utils.cli import int_in_range, warn
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.image import IMAGE_SIZE
 from utils.memory import Undrawn
 from utils.precision import AUTOCAST, PRECISIONS, agreed_precision, slow_precision
 from utils.randomness import derive
-from utils.text import one_line, prefix_errors
+from utils.text import prefix_errors
 
 from .embed import EmbedSettings
 from .foreign_networks import ForeignNetwork, open_foreign
@@ -152,9 +152,8 @@ def _require_same_options(options: argparse.Namespace, world: World) -> None:
     own = {"run", "data", "report", "device", "threads"}
     shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
     shared["--targets"] = [Path(target).stem for target in options.targets or ()]
-    for line in require_same_program(shared, world):
-        if world.rank == 0:
-            print(f"warning: {one_line(line)}", file=sys.stderr)
+    lines = require_same_program(shared, world)
+    warn(*lines if world.rank == 0 else ())
 
 
 def _require_same_files(network: "Network", protocols: Sequence[Protocol[Result]], world: World) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .machine import num_cores
+from .text import one_line
 
 if TYPE_CHECKING:  # `face doctor` runs where packages are missing
     from tqdm import tqdm
@@ -49,6 +50,12 @@ def progress(items: Iterable, total: int | None, what: str, unit: str, delay: fl
 
     more = {"delay": delay, "mininterval": 0.1 if os.isatty(2) else 5.0, "position": 0}  # no cursor is moved for one in another
     return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", **more)
+
+
+def warn(*lines: str) -> None:
+    """Print warnings to stderr, each as one line."""
+    for line in lines:
+        print(f"warning: {one_line(line)}", file=sys.stderr)
 
 
 def leave_closed_output(error: BrokenPipeError) -> int:

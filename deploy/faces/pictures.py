@@ -5,7 +5,6 @@ which ignore that orientation.
 """
 
 import argparse
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
+from utils.cli import warn
 from utils.files import find_files, read_bytes, read_lines, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size, resize_square
 from utils.text import one_line
@@ -74,8 +74,7 @@ def list_pictures(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     found = find_files(folder, IMAGE_SUFFIXES, top=True)
-    for line in passed_over(folder, found):
-        print(f"warning: {one_line(line)}", file=sys.stderr)
+    warn(*passed_over(folder, found))
     if not found.files:
         raise ValueError(no_image_below(folder))
     return found.files

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from eval.networks import add_choice_of_network
 from utils.checkpoint.format import newest_run
-from utils.cli import make_parser, progress
+from utils.cli import make_parser, progress, warn
 from utils.files import read_bytes, shown, write_file
 from utils.parallel import map_in_order
 from utils.text import one_line
@@ -287,8 +286,7 @@ def _warn_of_other_person(faces: Faces, owners: dict[bytes, str]) -> None:
         return
     other = owners.setdefault(faces.hash, faces.picture.person)
     if other != faces.picture.person:
-        line = f"{shown(faces.picture.name)} is enrolled as {faces.picture.person}, and the same picture as {other}"
-        print(f"warning: {one_line(line)}", file=sys.stderr)
+        warn(f"{shown(faces.picture.name)} is enrolled as {faces.picture.person}, and the same picture as {other}")
 
 
 def require_network(gallery: Gallery, embedder: Embedder) -> None:
@@ -308,8 +306,7 @@ def warn_of_other_detector(gallery: Gallery, detector: str, which: str) -> None:
     facts = gallery.facts
     if (facts.detector, facts.which) != (detector, which) and (facts.detector or detector):
         before, now = (f"{name} ({rule})" if name else "aligned crops" for name, rule in (facts[4:6], (detector, which)))
-        line = f"the faces of {shown(gallery.path)} are from {before}, these from {now}; cosines may be lower"
-        print(f"warning: {one_line(line)}", file=sys.stderr)
+        warn(f"the faces of {shown(gallery.path)} are from {before}, these from {now}; cosines may be lower")
 
 
 def choose_words(words: Sequence[Path]) -> tuple[Path | None, Path, list[Path]]:

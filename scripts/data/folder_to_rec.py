@@ -14,7 +14,6 @@ Examples:
 
 import argparse
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +23,11 @@ from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import UPRIGHT, Picture, Rejected, Rules, encode, report_turned
 from deploy.faces.pictures import read_list as read_lst
-from utils.cli import add_threads, int_in_range, make_parser, progress
+from utils.cli import add_threads, int_in_range, make_parser, progress, warn
 from utils.files import write_file
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
-from utils.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +55,7 @@ def convert(options: argparse.Namespace) -> None:
             raise ValueError(f"{options.folder}: the list has no pictures")
     else:
         people = FolderDataset(str(options.folder))
-        print(*(f"warning: {one_line(line)}\n" for line in people.warnings), sep="", end="", file=sys.stderr)
+        warn(*people.warnings)
         pictures = [Picture(options.folder, file, people.label(index)) for index, file in enumerate(people.files)]
     counts = Counter(picture.label for picture in pictures)
     pictures = [picture for picture in pictures if counts[picture.label] >= options.min_images]

@@ -20,7 +20,6 @@ Examples:
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,12 +30,11 @@ from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.faces.pictures import add_which_argument
 from deploy.journal import check_new, open_journal
 from eval.networks import add_network_arguments
-from utils.cli import int_in_range, make_parser, progress
+from utils.cli import int_in_range, make_parser, progress, warn
 from utils.distributed import choose_device
 from utils.parallel import torch_threads
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
-from utils.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,8 +57,7 @@ def run(options: argparse.Namespace) -> None:
     out: Path = options.out
     check_form(out)
     source = open_source(options.folder, options.detector)
-    for line in source.warnings:
-        print(f"warning: {one_line(line)}", file=sys.stderr)
+    warn(*source.warnings)
     unfinished = out.with_name(f"{out.name}.unfinished")
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
