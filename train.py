@@ -148,8 +148,9 @@ def begins_with_evaluation(config: EasyDict, setup: Setup, start_step: int) -> b
     last = setup.total_steps if config.eval.at_end else 0
     due = is_due(start_step, config.eval.every, last) and read_manifest(setup.resume_from).get("score") is None
     if due and start_step >= setup.total_steps:  # once: the checkpoint stays as it is, and only the folder has the results
-        times = [path.stat().st_mtime for path in (setup.folder / "results.json", setup.resume_from) if path.exists()]
-        due = distributed.all_gather_objects(len(times) < 2 or times[0] < times[1], setup.world)[0]
+        results = setup.folder / "results.json"
+        is_made_up = results.exists() and results.stat().st_mtime >= setup.resume_from.stat().st_mtime
+        due = not distributed.all_gather_objects(is_made_up, setup.world)[0]
     return due
 
 

@@ -358,15 +358,14 @@ def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float
     probability of at most k (k - 1 over s - 1) FAR^(s - 1). All identities are tested, so this is multiplied by their number;
     as logarithms, since the binomial may exceed any float.
     """
-    rest, splits = _by_label(found.wrong[found.other_sure < 0.5], keys, found.labels), []
-    wrong = {int(found.labels[rows[0]]): rows for rows in rest}
+    splits, rest = [], found.wrong[found.other_sure < 0.5]
+    wrong = {int(found.labels[rows[0]]): rows for rows in _by_label(rest, keys, found.labels)}
     for identity, half, sure in _halves(vectors, keys, found):
         centre = vectors[half].sum(axis=0)
         own = wrong.get(identity, half[:0])
         near = vectors[own] @ centre > found.centres.border.cosine * np.linalg.norm(centre)
         splits.append((identity, np.sort(np.concatenate([half, own[near]])), sure))
-        if near.any():
-            wrong[identity] = own[~near]
+        wrong[identity] = own[~near]
     groups = [rows for rows in wrong.values() if len(rows)]
     for rows in groups:
         while len(rows) >= SMALLEST:

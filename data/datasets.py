@@ -149,7 +149,7 @@ class FolderDataset(FaceDataset):
 
 
 def passed_over(folder: Path, found: Found) -> list[str]:
-    """Return warnings about folders that `find_files` did not enter, and pictures that are not read, if there are any."""
+    """Return warnings about folders that `find_files` did not enter, and pictures of nobody or that cannot be read, if any."""
     passed, lines = found.passed, []
     if passed:
         lines = [f"{shown(folder)}: {len(passed)} folder(s) below it were not entered: {_first(passed, '; ')}"]

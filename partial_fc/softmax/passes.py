@@ -33,6 +33,7 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 """
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -212,7 +213,7 @@ class TwoPass:
         scaled = [None if pull.lse is not None else self._scaled(pull, pull.negatives) for pull in pulls]
         parts = [pull.batch.unit * pull.whole_target[:, None] for pull in pulls]
         by_target = parts[0] if len(parts) == 1 else torch.cat(parts)
-        operands: dict[int, Tensor] = {}  # of the micro-batches whose weights are not in the cache
+        operand_of = functools.cache(lambda micro: self._operand(pulls[micro].batch))  # where weights are not in the cache
         evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
         even = torch.stack(evens).sum(dim=0) if evens else None
         # the other formats round the centres to bf16, so for them the gradient may be rounded as well
@@ -227,9 +228,8 @@ class TwoPass:
                 weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
                 if weighted is None:
                     centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
-                    operand = operands[micro] = operands[micro] if micro in operands else self._operand(pull.batch)
                     unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
-                    weighted, tile = self._tile(pull.batch, operand, centres, chunk, None)
+                    weighted, tile = self._tile(pull.batch, operand_of(micro), centres, chunk, None)
                     self._weigh(tile, shift, unused, pull.less)
                     self._spread(tile, weighted, chunk)
                 rows = scaled[micro]

@@ -68,9 +68,11 @@ def _start(several: Sequence[str], options: argparse.Namespace) -> int:
     check = context.Process(target=_check, args=(options,))
     check.start()
     check.join()
-    if not check.exitcode and options.machines > 1:
+    if check.exitcode:
+        return 1
+    if options.machines > 1:
         print(f"waiting at {options.head} for all {options.machines} machines, at most ten minutes", file=sys.stderr)
-    return 1 if check.exitcode else torchrun.main([*several, str(_ROOT / "train.py"), options.config, *options.overrides])
+    return torchrun.main([*several, str(_ROOT / "train.py"), options.config, *options.overrides])
 
 
 def _check(options: argparse.Namespace) -> None:

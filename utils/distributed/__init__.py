@@ -105,8 +105,8 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
                 # torchrun of torch 2.13 gives restarted processes the same store. Without a prefix per attempt they would
                 # find the addresses of the dead processes. For several machines see scripts/launch/train.py
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            elif "TORCHELASTIC_RUN_ID" not in os.environ and (words := _why_not_one_job(store, rank, world_size)):
-                raise ValueError(words)
+            elif "TORCHELASTIC_RUN_ID" not in os.environ and (why := _why_not_one_job(store, rank, world_size)):
+                raise ValueError(why)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _timeout = timeout
         except (dist.DistError, RuntimeError, ValueError, futures.TimeoutError) as error:  # in Python 3.10 no TimeoutError
