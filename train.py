@@ -63,10 +63,11 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         Watchdog(world, config.run.timeout_minutes) as watch,
     ):
         introduce(config, setup, model, counts, start_step, log)
-        evaluator = build_evaluator(config, setup, model, log)
+        evaluator = build_evaluator(config, setup, model, log, stop)
         if begins_with_evaluation(config, setup, start_step):
             watch.at(start_step, "evaluating", limited=False)
-            evaluator.score(start_step)
+            if evaluator.score(start_step) is None and setup.protocols:
+                raise stopped(stop, saving.resume, start_step, total_steps, unrated=True)
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.max_steps or epochs, or choose another run.name")
             return
@@ -110,13 +111,14 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 watch.at(done, "evaluating", limited=False)
                 try:
                     score = evaluator.score(done)
+                    stopping = score is None and bool(setup.protocols)  # while it evaluated
                 except ValueError:  # on every rank: save before re-raising, unless the weights are not finite
                     if is_finite(model.backbone):
                         save(done, None, setup, model, writer, watch, last=True)
                     raise
             new_best = saving.keep_best > 0 and score is not None and (best is None or score > best)
             best = score if new_best else best
-            if saves or new_best:
+            if saves or new_best or stopping:
                 save(done, score, setup, model, writer, watch, last=stopping or done == total_steps)
             if stopping:
                 raise stopped(stop, saving.resume, done, total_steps, bool(evaluates and setup.protocols))
@@ -125,7 +127,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {setup.folder}")
 
 
-def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog) -> Evaluator:
+def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog, stop: StopSignal) -> Evaluator:
     """Return what scores the backbone, and the moving average of its weights if there is one."""
     return Evaluator(
         model.backbone,
@@ -138,6 +140,7 @@ def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog) -
         setup.total_steps,
         setup.folder,
         average=None if model.ema is None else model.ema.network,
+        is_stopped=lambda: bool(stop.name),
     )
 
 
@@ -258,8 +261,8 @@ def stopped(stop: StopSignal, resume: str, done: int, total_steps: int, unrated:
     """Return the error that ends a run which was told to stop and has saved."""
     again = "checkpoint.resume=auto" if resume == "never" else "the same command"
     cause = stop.name or "a signal to another process"
-    place = f"step {done} of {total_steps}{', without its evaluation' if unrated else ''}"
-    return StoppedError(f"{cause}: saved after {place}; {again} goes on from there", stop.status)
+    place = f"{'saved after' if done else 'in'} step {done} of {total_steps}{', without its evaluation' if unrated else ''}"
+    return StoppedError(f"{cause}: {place}; {again} goes on from there", stop.status)
 
 
 class Meter:

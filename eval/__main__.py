@@ -36,7 +36,7 @@ from utils.program import run_main
 from .monitor import evaluate, load_protocols
 from .networks import Network, add_network_arguments, embed_settings, open_network
 from .pair_sets.bin_file import PairSet
-from .protocol import Protocol, Result
+from .protocol import Embed, Protocol, Result
 from .report import format_table, write_report
 
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     world, network, protocols = open_network(options, build_backbone, lambda network: _load_protocols(options, network))
     results: dict[str, Result] = {}
     settings = embed_settings(options, network)
-    for name, result in evaluate(network.model, protocols, world, settings, shows_progress=world.rank == 0):
+    for name, result in evaluate(Embed(network.model, world, settings, world.rank == 0), protocols):
         results[name] = result
         figure, value = next(iter(result.figures.items()))
         if world.rank == 0 and len(protocols) > 1 and value is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from utils.distributed import World, all_gather_objects, broadcast_module
+from utils.distributed import World, all_gather_objects, any_ranks, broadcast_module
 from utils.log import TRAINING, RunLog
 from utils.text import prefix_errors
 
@@ -154,11 +154,8 @@ def selection_score(results: Mapping[str, Result], metric: str) -> float:
     return sum(known) / len(known)
 
 
-def evaluate(
-    model: nn.Module, protocols: Iterable[Protocol[Found]], world: World, settings: EmbedSettings, shows_progress: bool = False
-) -> Iterator[tuple[str, Found]]:
+def evaluate(embed: Embed, protocols: Iterable[Protocol[Found]]) -> Iterator[tuple[str, Found]]:
     """Yield (name, result) of each protocol, the same on every rank; ValueError, on every rank, names the set."""
-    embed = Embed(model, world, settings, shows_progress)
     for protocol in protocols:
         try:
             yield protocol.name, protocol.score(embed)
@@ -192,11 +189,12 @@ class Evaluator(NamedTuple):
     last_step: int  # the step after which results.json, results.md and verification.png are written to `folder`
     folder: Path
     average: nn.Module | None = None  # of the backbone's weights, scored beside it: sets then have names that begin with `ema/`
+    is_stopped: Callable[[], bool] = lambda: False  # asked after each batch; may differ between the ranks
 
     def score(self, step: int) -> float | None:
-        """Evaluate after `step` optimizer steps; return the score, equal on all ranks, or None without protocols.
+        """Evaluate after `step` optimizer steps; return the score, equal on all ranks.
 
-        The score is that of the moving average, if there is one.
+        The score is that of the moving average, if there is one; None without protocols, or where a stop came before its end.
 
         Raises:
             ValueError: on every rank, naming the set that cannot be scored.
@@ -209,9 +207,11 @@ class Evaluator(NamedTuple):
         for prefix, network in networks.items():
             broadcast_module(network, self.world)
             try:
-                found = evaluate(network, self.protocols, self.world, self.settings)
-                ranking = {f"{prefix}{name}": result for name, result in found}
+                embed = Embed(network, self.world, self.settings, is_stopped=self.is_stopped)
+                ranking = {f"{prefix}{name}": result for name, result in evaluate(embed, self.protocols)}
             except ValueError as error:  # resumed, the run begins with this evaluation
+                if any_ranks([self.is_stopped()], self.world)[0]:
+                    return None
                 error.args = (f"{error}. If the set is at fault, mend it or take it out of eval.targets; the run then goes on",)
                 raise
             results |= ranking

@@ -5,7 +5,7 @@ training, and the log, metrics.jsonl, TensorBoard, results.json, the table and t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -29,14 +29,13 @@ class Embed(NamedTuple):
     world: World
     settings: EmbedSettings = EmbedSettings()
     shows_progress: bool = False  # of long work, as bars on stderr
+    is_stopped: Callable[[], bool] = lambda: False  # asked after each batch; where it is true, every rank raises SharedError
 
     def views(self, decode: Decode, count: int, summed: bool = False) -> np.ndarray:
         """Return the raw embeddings of all images and of their mirror images (2, count, D) float32, or their sums (1, ...)."""
         arguments = (self.model, lambda index: decode(index, self.settings.image_size), count, self.world, self.settings)
-        if not self.shows_progress:
-            return embed_images(*arguments, summed=summed)
-        with progress([], -(-count // self.world.world_size), "embedding", "image") as bar:
-            return embed_images(*arguments, bar.update, summed)
+        with progress([], -(-count // self.world.world_size), "embedding", "image", shown=self.shows_progress) as bar:
+            return embed_images(*arguments, lambda images: self._check() or bar.update(images), summed)
 
     def sums(self, decode: Decode, count: int) -> np.ndarray:
         """Return plain + mirrored raw embeddings, (count, D) float32."""
@@ -54,9 +53,15 @@ class Embed(NamedTuple):
                 found = compute()
         return all_gather_objects(found, self.world)[0]
 
-    def bar(self, chunks: Sequence[int]) -> Iterable[int]:
-        """Return the chunks of a long computation, under a progress bar if bars are shown."""
-        return progress(chunks, len(chunks), "scoring", "chunk") if self.shows_progress else chunks
+    def bar(self, chunks: Sequence[int]) -> Iterator[int]:
+        """Yield the chunks of a long computation, under a progress bar if bars are shown."""
+        for chunk in progress(chunks, len(chunks), "scoring", "chunk", shown=self.shows_progress):
+            self._check()
+            yield chunk
+
+    def _check(self) -> None:
+        if self.is_stopped():
+            raise ValueError("stopped before its end")
 
 
 class Result(ABC):

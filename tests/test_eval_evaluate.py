@@ -22,6 +22,7 @@ from eval.__main__ import main
 from eval.embed import EmbedSettings, class_means, embed_images
 from eval.monitor import evaluate, load_pair_sets, selection_score
 from eval.pair_sets.bin_file import PairSet
+from eval.protocol import Embed
 from eval.report import draw_overview, format_table, write_report
 from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
@@ -119,7 +120,7 @@ def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatc
 
 def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
     _write_set(tmp_path / "twins.bin", 20)
-    results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, EmbedSettings(16)))
+    results = dict(evaluate(Embed(_model(), ALONE, EmbedSettings(16)), load_pair_sets(tmp_path, ["twins"])))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
     # 10 impostor pairs cannot carry FAR 1e-3
@@ -148,7 +149,7 @@ def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
     model = _model()
     model.fc.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"evaluation of bad: .*NaN"):
-        list(evaluate(model, [pairs], ALONE, EmbedSettings(8)))
+        list(evaluate(Embed(model, ALONE, EmbedSettings(8)), [pairs]))
 
 
 def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -22,6 +22,7 @@ from configs import load_config
 from eval.embed import EmbedSettings
 from eval.monitor import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
+from eval.protocol import Embed
 from losses import MARGINS, margin_arguments
 from scripts.benchmark import kit, losses
 from scripts.benchmark.losses import SETTINGS, chosen_settings
@@ -108,7 +109,7 @@ def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_n
     assert row["memory_gib"] == max(record["memory_gib"] for record in records)
     sets = load_pair_sets(config.parent / "set", ["tiny"])
     network = load_network(_network_options(folder), build_backbone).model
-    _, result = next(evaluate(network, sets, World(0, 1, 0, 1, torch.device("cpu")), EmbedSettings(16, None, 1, 48)))
+    _, result = next(evaluate(Embed(network, World(0, 1, 0, 1, torch.device("cpu")), EmbedSettings(16, None, 1, 48)), sets))
     assert result.accuracy == row["accuracy"]["tiny"]
 
 

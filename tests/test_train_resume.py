@@ -1,5 +1,6 @@
 """Going on: whatever ends a run when, the same command continues it to the same bits, and nothing that was saved is lost."""
 
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import (
@@ -34,6 +36,7 @@ from tiny_runs import (
 )
 
 import train
+from eval import embed
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.format import list_checkpoints, step_of
 from utils.checkpoint.reading import check_hashes, read_trainer
@@ -109,17 +112,37 @@ def test_every_kind_of_network_goes_on_to_the_same_bits(dataset: Path, tmp_path:
     equal_weights(tmp_path / "whole", tmp_path / "broken")
 
 
+def _stop_last_process() -> None:
+    rank, last = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGUSR1 if last else signal.SIGTERM)
+        time.sleep(0.5)  # until it is noted
+
+
 def _told_to_stop_in_step_5(arguments: list[str]) -> int:
     """Train; the last process gets a signal within the step of this number, when the labels of the next may be shared."""
-    whole, rank, last = train.train_step, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
+    whole = train.train_step
 
     def train_step(config: Any, tasks: Any, model: Any, parallel: Any, prepared: Any, *more: Any) -> Any:
-        if prepared.number == 5 and rank == last:
-            os.kill(os.getpid(), signal.SIGUSR1 if last else signal.SIGTERM)
-            time.sleep(0.5)  # until it is noted
+        if prepared.number == 5:
+            _stop_last_process()
         return whole(config, tasks, model, parallel, prepared, *more)
 
     train.train_step = train_step
+    return train.main(arguments)
+
+
+def _told_to_stop_in_an_evaluation(arguments: list[str]) -> int:
+    """Train; the last process gets a signal within the first batch of the first evaluation. Each says so of every batch."""
+    whole, batches = embed._forward, itertools.count()
+
+    def forward(*given: Any) -> torch.Tensor:
+        print(f"rank {os.environ.get('RANK', 0)} embeds")
+        if next(batches) == 0:
+            _stop_last_process()
+        return whole(*given)
+
+    embed._forward = forward
     return train.main(arguments)
 
 
@@ -141,6 +164,28 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
     scored = [read_metrics(tmp_path / run, "tiny") for run in ("whole", "stopped")]
     assert sorted(scored[0]) == sorted(scored[1]) == [6, 12]  # what the stop left out is made up
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "settings", "said"),
+    [
+        (1, "eval.at_start=true", "in step 0"),  # there is nothing to save
+        (2, "eval.every=3", "saved after step 3"),
+        (1, "eval.every=0 train.ema=0.9", "saved after step 4"),  # the last
+    ],
+)
+def test_a_stop_does_not_wait_for_the_end_of_an_evaluation_which_is_made_up(
+    dataset: Path, tmp_path: Path, num_processes: int, settings: str, said: str
+):
+    given = ["train.max_steps=4", "checkpoint.every=0", "eval.every=0", "eval.batch_size=4", *settings.split()]
+    arguments = small_run(dataset, tmp_path, *given)
+    done = run_program(_told_to_stop_in_an_evaluation, [arguments] * num_processes)
+    assert f"{said} of 4, without its evaluation; the same command goes on from there" in done.stderr and done.returncode == 75
+    assert done.stdout.count(f"rank {num_processes - 1} embeds") == 1
+    step, run = int(said[-1]), tmp_path / "tiny"
+    assert [step_of(path) for path in list_checkpoints(run)] == [step] * (step > 0) and not read_metrics(run, "tiny")
+    ended_well(run_train(num_processes, arguments))
+    assert sorted(read_metrics(run, "tiny")) == sorted({step, 4}) and max(read_metrics(run)) == 4
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

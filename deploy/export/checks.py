@@ -20,6 +20,7 @@ from torch import nn
 from data.base import FaceDataset
 from data.datasets import SyntheticDataset
 from data.scan import open_set_of
+from eval import protocol
 from eval.embed import EmbedSettings, inference_mode
 from eval.foreign_networks import InputContract
 from eval.monitor import evaluate
@@ -303,8 +304,8 @@ def accuracies(
     model: nn.Module, sets: Sequence[PairSet], image_size: int, batch_size: int, threads: int
 ) -> Iterator[tuple[str, float]]:
     """Yield (name of the set, accuracy) of a network that takes the input of this project."""
-    alone = World(0, 1, 0, 1, torch.device("cpu"))
-    for name, result in evaluate(model, sets, alone, EmbedSettings(batch_size, None, threads, image_size), shows_progress=True):
+    settings = EmbedSettings(batch_size, None, threads, image_size)
+    for name, result in evaluate(protocol.Embed(model, World(0, 1, 0, 1, torch.device("cpu")), settings, True), sets):
         yield name, result.accuracy
 
 

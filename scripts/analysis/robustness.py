@@ -71,14 +71,13 @@ def run(options: argparse.Namespace) -> None:
             )
             settings = embed_settings(options, network)
             total = sum(count_images(pairs, kinds, options.both) for pairs in sets) // world.world_size
-            with progress([], total, "embedding", "image") as bar:
+            with progress([], total, "embedding", "image", shown=world.rank == 0) as bar:
                 for pairs in sets:
                     same = (network.image_size, options.precision, options.both, options.seed)
                     facts = [network.identity, pairs.digest(), *same]  # a row depends on, beside its kind and strength
                     found = [Row(name, pairs.name, *record["row"][2:]) for record in kept if record.get("facts") == facts]
                     done = {(row.kind, row.strength): row for row in found}
-                    advance = bar.update if world.rank == 0 else lambda count: None
-                    arguments = (pairs, kinds, options.both, options.seed, world, settings, advance, done)
+                    arguments = (pairs, kinds, options.both, options.seed, world, settings, bar.update, done)
                     for row in measure(network.model, name, *arguments):
                         rows.append(row)
                         if journal and (row.kind, row.strength) not in done:

@@ -23,6 +23,7 @@ from data.record_dataset import RecordDataset
 from eval.embed import EmbedSettings
 from eval.monitor import evaluate
 from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
+from eval.protocol import Embed
 from eval.verification import verify
 from utils import distributed
 from utils.cli import make_parser
@@ -134,7 +135,7 @@ def _rank(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, flo
         distributed.all_gather_objects(0, world)
         return seconds_of(work)
 
-    ours = partial(evaluate, shared, [pair_set], world, EmbedSettings(threads=1))
+    ours = partial(evaluate, Embed(shared, world, EmbedSettings(threads=1)), [pair_set])
     ways: dict[str, Callable[[], object]] = {"ours": lambda: dict(ours()), "plain": plain, "step": steps}
     seconds = take_turns({name: partial(timed, way) for name, way in ways.items()}, options.rounds)
     distributed.stop()
