@@ -33,7 +33,7 @@ from training.sections import NAMED
 from training.setup import Setup, decode_sample, open_loaders, set_up
 from training.step import LateValues, StepValues, train_step
 from utils import distributed
-from utils.checkpoint.format import RetentionPolicy, best_score, read_manifest
+from utils.checkpoint.format import RetentionPolicy, best_score, list_checkpoints, note_score, read_manifest
 from utils.checkpoint.resume import changed_keys, write_config
 from utils.checkpoint.writer import CheckpointWriter
 from utils.cli import make_parser
@@ -54,8 +54,6 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     world, total_steps, saving = setup.world, setup.total_steps, config.checkpoint
     last_evaluation = total_steps if config.eval.at_end else 0
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
-    best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
-
     keep = RetentionPolicy(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
         RunLog(setup.folder, world.rank, start_step, total_steps, setup.epochs_per_step) as log,
@@ -64,13 +62,11 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     ):
         introduce(config, setup, model, counts, start_step, log)
         evaluator = build_evaluator(config, setup, model, log, stop)
-        if begins_with_evaluation(config, setup, start_step):
-            watch.at(start_step, "evaluating", limited=False)
-            if evaluator.score(start_step) is None and setup.protocols:
-                raise stopped(stop, saving.resume, start_step, total_steps, unrated=True)
+        evaluate_first(config, setup, start_step, evaluator, stop, watch)
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.max_steps or epochs, or choose another run.name")
             return
+        best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
         parallel = for_training(config, setup, model)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
@@ -144,17 +140,23 @@ def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog, s
     )
 
 
-def begins_with_evaluation(config: EasyDict, setup: Setup, start_step: int) -> bool:
-    """Return whether an evaluation comes before the first step: eval.at_start, or one that a stop or an error left out."""
-    if setup.resume_from is None or start_step == 0 or not setup.protocols:
-        return config.eval.at_start and start_step == 0
-    last = setup.total_steps if config.eval.at_end else 0
-    due = is_due(start_step, config.eval.every, last) and read_manifest(setup.resume_from).get("score") is None
-    if due and start_step >= setup.total_steps:  # once: the checkpoint stays as it is, and only the folder has the results
-        results = setup.folder / "results.json"
-        is_made_up = results.exists() and results.stat().st_mtime >= setup.resume_from.stat().st_mtime
-        due = not distributed.all_gather_objects(is_made_up, setup.world)[0]
-    return due
+def evaluate_first(
+    config: EasyDict, setup: Setup, start_step: int, evaluator: Evaluator, stop: StopSignal, watch: Watchdog
+) -> None:
+    """Make the evaluation that comes before the first step, if any: eval.at_start, or one that a stop or an error left out."""
+    saved, last = setup.resume_from, setup.total_steps if config.eval.at_end else 0
+    due = config.eval.at_start and start_step == 0
+    if saved is not None and start_step > 0 and setup.protocols:
+        due = is_due(start_step, config.eval.every, last) and read_manifest(saved).get("score") is None
+    if not due:
+        return
+    watch.at(start_step, "evaluating", limited=False)
+    score = evaluator.score(start_step)
+    if score is None and setup.protocols:
+        raise stopped(stop, config.checkpoint.resume, start_step, setup.total_steps, unrated=True)
+    if score is not None and setup.world.rank == 0 and saved in list_checkpoints(setup.folder):
+        with evaluator.log.tolerant(f"the score of {saved}"):
+            note_score(saved, score, setup.facts["config"])
 
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:

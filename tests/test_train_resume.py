@@ -38,7 +38,7 @@ from tiny_runs import (
 import train
 from eval import embed
 from utils.checkpoint import writer as checkpoint_writer
-from utils.checkpoint.format import list_checkpoints, step_of
+from utils.checkpoint.format import list_checkpoints, read_manifest, step_of
 from utils.checkpoint.reading import check_hashes, read_trainer
 from utils.checkpoint.tensor_file import write_object
 from utils.log import RunLog
@@ -185,7 +185,11 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation_which_is_made_up(
     step, run = int(said[-1]), tmp_path / "tiny"
     assert [step_of(path) for path in list_checkpoints(run)] == [step] * (step > 0) and not read_metrics(run, "tiny")
     ended_well(run_train(num_processes, arguments))
-    assert sorted(read_metrics(run, "tiny")) == sorted({step, 4}) and max(read_metrics(run)) == 4
+    scored = read_metrics(run, "ema/tiny" if "ema" in settings else "tiny")
+    assert sorted(scored) == sorted({step, 4}) and max(read_metrics(run)) == 4
+    assert {step_of(path): read_manifest(path)["score"] for path in list_checkpoints(run)} == {
+        made: figures["accuracy"] for made, figures in scored.items() if made
+    }
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

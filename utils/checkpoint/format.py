@@ -135,14 +135,25 @@ def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
             raise FileNotFoundError(
                 errno.ENOENT, "is missing or not the file that was written; several machines need a shared folder", str(file)
             )
-    if not math.isfinite(manifest.get("score") or 0.0):
-        manifest = {**manifest, "score": None}  # JSON has no nan, and no checkpoint is better than it
-    write_file(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
+    _write_manifest(partial, manifest)
     flush(partial)
     if final.exists():
         raise FileExistsError(errno.EEXIST, "exists already and is never overwritten", str(final))
     os.rename(partial, final)
     flush(final.parent)
+
+
+def _write_manifest(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    if not math.isfinite(manifest.get("score") or 0.0):
+        manifest = {**manifest, "score": None}  # JSON has no nan, and no checkpoint is better than it
+    write_file(checkpoint / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
+
+
+def note_score(checkpoint: Path, score: float, config: dict[str, Any]) -> None:
+    """Give a checkpoint that was saved without a score the one that a run with this configuration found later."""
+    manifest = read_manifest(checkpoint)
+    config = {**manifest.get("config", {}), "eval": config["eval"]}
+    _write_manifest(checkpoint, {**manifest, "score": score, "config": config})
 
 
 def remove_unfinished(run_folder: Path) -> list[str]:
