@@ -212,7 +212,10 @@ def to_onnx(program: ExportedProgram, contract: InputContract, given: str = "ima
                 verbose=False,
             )
         except Exception as error:
-            raise ValueError(f"torch.onnx cannot translate this network: {first_line(error):.300}") from None
+            reason: BaseException = error
+            while reason.__cause__:  # the last names the operation
+                reason = reason.__cause__
+            raise ValueError(f"torch.onnx cannot translate this network: {first_line(reason):.300}") from None
     assert found is not None
     model = found.model_proto
     graph = model.graph

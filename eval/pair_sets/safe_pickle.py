@@ -5,22 +5,23 @@ small interpreter executes only the opcodes that build data. A global is only a 
 become inert stand-ins, and every other one is rejected. So nothing is imported or called, no size is trusted before its
 bytes are read, and only strings are ever hashed or compared.
 
-Source: the opcodes in Python's pickletools (protocols 0 to 5). A string of Python 2 becomes bytes, as it does with
+Python's pickletools read opcodes (protocols 0 to 5) and their arguments. A string of Python 2 becomes bytes, as it does with
 `encoding="bytes"`; so does a bytearray. The stand-ins for names, dtypes and arrays store bytes and shapes and check that these
 agree, without numpy and mxnet: a numpy array built from a hostile dtype or shape could point anywhere in memory, or allocate
 terabytes. Source: `__reduce__` and `__setstate__` of numpy's arrays, scalars and dtypes; NDArray.__reduce__ of mxnet 1.9.1.
 """
 
 import codecs
+import io
 import mmap
+import pickletools
 import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _MAX_STEPS = 4_000_000  # a genuine set takes up to 30 per image
-_MAX_DIGITS = 40  # more than any 64-bit number has
 _DTYPE = re.compile(r"[<>|=]?([biuSO])([1-9][0-9]{0,8})")  # bool, int, uint, bytes, object
 _MX_HEAD = struct.Struct("<Iii")  # magic, storage (0 = dense), number of axes; then an int64 for each axis
 _MX_TAIL = struct.Struct("<iii")  # kind of device, its number, type of the items (3 = uint8); then the items
@@ -125,67 +126,47 @@ def load(data: bytes | mmap.mmap) -> object:
         result = machine.run()
     except UnsafePickleError:
         raise
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error):
-        raise UnsafePickleError(f"it is no pickle, or a damaged one (byte {machine.position})") from None
-    if machine.position != len(data):
-        raise UnsafePickleError(f"{len(data) - machine.position} bytes follow the pickle")
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
+        reason = f": {error!s:.100}" if isinstance(error, ValueError) else ""  # of pickletools
+        raise UnsafePickleError(f"it is no pickle, or a damaged one (byte {machine.file.tell()}{reason})") from None
+    if machine.file.tell() != len(data):
+        raise UnsafePickleError(f"{len(data) - machine.file.tell()} bytes follow the pickle")
     return result
 
 
 class _Machine:
-    """Position in the data, the stack, the stacks that MARK saved, and the memo."""
+    """The file, the stack, the stacks that MARK saved, and the memo."""
 
     def __init__(self, data: bytes | mmap.mmap) -> None:
-        self.data, self.position = data, 0
+        self.file: Any = io.BytesIO(data) if isinstance(data, bytes) else data
+        self.size = len(data)
         self.stack: list[object] = []
         self.aside: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.made = 0  # copied bytes; a genuine set copies each byte once, an mxnet array of protocol 2 twice
 
     def run(self) -> object:
+        self.file.seek(0)
         for _ in range(_MAX_STEPS):
-            opcode = self.number(1)
-            if opcode == ord("."):
+            code = self.file.read(1)
+            opcode = _OPCODES.get(code)
+            name = opcode.name if opcode is not None else ""
+            if name == "STOP":
                 return self.stack.pop()
-            if opcode in _VALUES:
-                value = _VALUES[opcode](self)  # may replace the stack
+            if name not in _VALUES and name not in _ACTIONS:
+                place = f"opcode 0x{code.hex()} at byte {self.file.tell() - 1}" if code else "it has no end"
+                raise UnsafePickleError(f"it is no pickle of plain data ({place})")
+            value: Any = None
+            if name == "STRING":  # pickletools wants ASCII
+                value = codecs.escape_decode(pickletools.read_stringnl(self.file, decode=False))[0]
+            elif opcode is not None and opcode.arg is not None:
+                value = opcode.arg.reader(self.file)
+            if name in _VALUES:
+                value = _VALUES[name](self, value)  # may replace the stack
                 self.stack.append(value)
-            elif opcode in _ACTIONS:
-                _ACTIONS[opcode](self)
             else:
-                raise UnsafePickleError(f"it is no pickle of plain data (opcode 0x{opcode:02x} at byte {self.position - 1})")
+                _ACTIONS[name](self, value)
         raise UnsafePickleError(f"it takes more than {_MAX_STEPS} steps to build")
-
-    def take(self, size: int) -> bytes:
-        """Return the next bytes; `size` is checked first."""
-        self.check_room(size)
-        self.position += size
-        return self.data[self.position - size : self.position]
-
-    def check_room(self, size: int) -> None:
-        if size > len(self.data) - self.position:
-            raise UnsafePickleError(f"it is cut off (byte {self.position} announces {size} more)")
-
-    def number(self, size: int, signed: bool = False) -> int:
-        return int.from_bytes(self.take(size), "little", signed=signed)
-
-    def long(self, size: int) -> int:
-        return self.number(size if size <= 16 else _refuse("it holds a number of more than 16 bytes"), signed=True)
-
-    def line(self, limit: int | None = _MAX_DIGITS) -> bytes:
-        end = self.data.find(b"\n", self.position)
-        if end < 0 or (limit is not None and end - self.position > limit):
-            raise UnsafePickleError(f"it is no pickle, or a damaged one (byte {self.position})")
-        return self.take(end + 1 - self.position)[:-1]
-
-    def quoted(self) -> bytes:
-        text = self.line(None).strip()
-        if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
-            raise UnsafePickleError(f"it holds a string without quotes (before byte {self.position})")
-        return codecs.escape_decode(text[1:-1])[0]
-
-    def text(self, size: int) -> str:
-        return self.take(size).decode("utf-8", "surrogatepass")
 
     def last(self, count: int) -> list[object]:
         """Pop the topmost objects, in their order."""
@@ -251,7 +232,7 @@ class _Machine:
     def spend(self, size: int) -> None:
         """Count copied bytes, so that a short pickle cannot copy the same ones over and over."""
         self.made += size
-        if self.made > 2 * len(self.data):
+        if self.made > 2 * self.size:
             raise UnsafePickleError("it makes more bytes than it has")
 
     def encode(self, text: object, codec: object) -> bytes:
@@ -282,69 +263,41 @@ def _refuse(reason: str) -> NoReturn:
     raise UnsafePickleError(reason)
 
 
-def _check_protocol(machine: _Machine) -> None:
-    protocol = machine.number(1)
-    if protocol > 5:
-        raise UnsafePickleError(f"it is no pickle of protocol 0 to 5 (byte {machine.position - 1} is {protocol})")
+def _short(number: int) -> int:
+    return number if number.bit_length() <= 127 else _refuse("it holds a number of more than 16 bytes")
 
 
-def _integer(line: bytes) -> object:
-    return {b"00": False, b"01": True}.get(line, int(line))
-
-
-_VALUES: dict[int, Callable[[_Machine], object]] = {  # opcodes that push what they return
-    ord("N"): lambda m: None,
-    0x88: lambda m: True,
-    0x89: lambda m: False,
-    ord("I"): lambda m: _integer(m.line()),
-    ord("L"): lambda m: int(m.line().rstrip(b"L")),
-    ord("F"): lambda m: float(m.line()),
-    ord("J"): lambda m: m.number(4, signed=True),
-    ord("K"): lambda m: m.number(1),
-    ord("M"): lambda m: m.number(2),
-    0x8A: lambda m: m.long(m.number(1)),
-    0x8B: lambda m: m.long(m.number(4)),
-    ord("G"): lambda m: struct.unpack(">d", m.take(8))[0],
-    ord("S"): _Machine.quoted,
-    **dict.fromkeys(b"UC", lambda m: m.take(m.number(1))),
-    **dict.fromkeys(b"TB", lambda m: m.take(m.number(4))),
-    **dict.fromkeys((0x8E, 0x96), lambda m: m.take(m.number(8))),
-    ord("V"): lambda m: m.line(None).decode("raw-unicode-escape"),
-    ord("X"): lambda m: m.text(m.number(4)),
-    0x8C: lambda m: m.text(m.number(1)),
-    0x8D: lambda m: m.text(m.number(8)),
-    ord("]"): lambda m: [],
-    ord("l"): _Machine.marked,
-    ord(")"): lambda m: (),
-    ord("t"): lambda m: tuple(m.marked()),
-    0x85: lambda m: tuple(m.last(1)),
-    0x86: lambda m: tuple(m.last(2)),
-    0x87: lambda m: tuple(m.last(3)),
-    ord("}"): lambda m: {},
-    ord("d"): lambda m: m.dictionary(m.marked()),
-    ord("2"): lambda m: m.stack[-1],
-    ord("g"): lambda m: m.memo[int(m.line())],
-    ord("h"): lambda m: m.memo[m.number(1)],
-    ord("j"): lambda m: m.memo[m.number(4)],
-    ord("c"): lambda m: m.global_name(m.line(200).decode(), m.line(200).decode()),
-    0x93: lambda m: m.global_name(*m.last(2)),
-    ord("R"): _Machine.reduce,
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+_READ = "INT BININT BININT1 BININT2 FLOAT BINFLOAT BINBYTES SHORT_BINBYTES BINBYTES8 STRING UNICODE BINUNICODE SHORT_BINUNICODE"
+_VALUES: dict[str, Callable[[_Machine, Any], object]] = {  # opcodes that push what they return of their argument
+    **dict.fromkeys((*_READ.split(), "BINUNICODE8"), lambda m, value: value),
+    **dict.fromkeys(("LONG", "LONG1", "LONG4"), lambda m, number: _short(number)),
+    **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), lambda m, text: text.encode("latin-1")),
+    "BYTEARRAY8": lambda m, value: bytes(value),
+    **{"NONE": lambda m, _: None, "NEWTRUE": lambda m, _: True, "NEWFALSE": lambda m, _: False},
+    **{"EMPTY_LIST": lambda m, _: [], "LIST": lambda m, _: m.marked()},
+    **{"EMPTY_TUPLE": lambda m, _: (), "TUPLE": lambda m, _: tuple(m.marked())},
+    **{f"TUPLE{count}": lambda m, _, count=count: tuple(m.last(count)) for count in (1, 2, 3)},  # type: ignore[misc]
+    **{"EMPTY_DICT": lambda m, _: {}, "DICT": lambda m, _: m.dictionary(m.marked())},
+    "DUP": lambda m, _: m.stack[-1],
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, place: m.memo[place]),
+    "GLOBAL": lambda m, names: m.global_name(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.global_name(*m.last(2)),
+    "REDUCE": lambda m, _: m.reduce(),
 }
-_ACTIONS: dict[int, Callable[[_Machine], object]] = {  # opcodes that push nothing
-    0x80: _check_protocol,
-    0x95: lambda m: m.check_room(m.number(8)),
-    ord("("): _Machine.mark,
-    ord("0"): lambda m: m.stack.pop() if m.stack else m.marked(),
-    ord("1"): _Machine.marked,
-    ord("a"): lambda m: m.extend(m.last(1)),
-    ord("e"): lambda m: m.extend(m.marked()),
-    ord("s"): lambda m: m.update(m.last(2)),
-    ord("u"): lambda m: m.update(m.marked()),
-    ord("b"): _Machine.build,
-    ord("p"): lambda m: m.keep(int(m.line())),
-    ord("q"): lambda m: m.keep(m.number(1)),
-    ord("r"): lambda m: m.keep(m.number(4)),
-    0x94: lambda m: m.keep(len(m.memo)),
+_ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {  # opcodes that push nothing
+    "PROTO": lambda m, protocol: protocol <= 5 or _refuse(f"it is no pickle of protocol 0 to 5, but of {protocol}"),
+    "FRAME": lambda m, size: None,
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.stack.pop() if m.stack else m.marked(),
+    "POP_MARK": lambda m, _: m.marked(),
+    "APPEND": lambda m, _: m.extend(m.last(1)),
+    "APPENDS": lambda m, _: m.extend(m.marked()),
+    "SETITEM": lambda m, _: m.update(m.last(2)),
+    "SETITEMS": lambda m, _: m.update(m.marked()),
+    "BUILD": lambda m, _: m.build(),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda m, place: m.keep(place)),
+    "MEMOIZE": lambda m, _: m.keep(len(m.memo)),
 }
 _NDARRAY = Global("numpy", "ndarray")  # only ever an argument
 _CORES = ("numpy.core", "numpy._core")  # before and since numpy 2
