@@ -21,11 +21,21 @@ from utils.memory import backbone_memory
 D, ROWS = 64, 32
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("optimizer", "sub_centers"), [(RowSGD(), 1), (RowAdamW(), 1), (RowSGD(), 3)])
-@pytest.mark.parametrize(("sample_rate", "accumulation", "cache_mb"), [(1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)])
-@pytest.mark.parametrize(("dtype", "fast"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("state", FORMATS)
+TYPES = (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)  # of products, and whether bf16 is fast here
+STEPS = (1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)  # sample rate, micro-batches and MB of the cache
+ROWS_OF = (RowSGD(), 1), (RowAdamW(), 1), (RowSGD(), 3)  # optimizer and sub-centers
+# any three values of these, and of the kernels, are together in some case
+CASES = [
+    (state, *kind, *STEPS[step], *ROWS_OF[(number + first + step) % 3], KERNELS[(first == step) ^ (number % 2)])
+    for number, state in enumerate(FORMATS)
+    for first, kind in enumerate(TYPES)
+    for step in range(3)
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype", "fast", "sample_rate", "accumulation", "cache_mb", "optimizer", "sub_centers", "kernels"), CASES
+)
 def test_the_model_is_what_a_head_holds(
     state: str,
     dtype: torch.dtype,
