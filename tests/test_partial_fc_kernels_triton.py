@@ -427,7 +427,7 @@ def test_a_head_on_triton_trains_as_one_on_plain_torch(
         monkeypatch.setattr("partial_fc.head.choose_kernels", lambda *given, name=name: name)
         margin = build_margin("arcface", scale=64.0, margin=0.5)
         head = PartialFC(
-            margin, 90, 24, device=device, config=HeadConfig(sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain")
+            margin, 66, 24, device=device, config=HeadConfig(sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain")
         )
         for step in range(3):
             head.begin_step(torch.tensor([[7, 7, step, 40, 41, 7], [41, 50, 7, 60, 61, 62]])[: 1 + step], step)
@@ -460,16 +460,18 @@ if not torch.cuda.is_available():  # the C kernels run them all
 
 @pytest.mark.parametrize("case", IN_SHORT, ids=str)
 def test_weights_sums_and_maxima_of_negatives_are_those_of_float64(device: torch.device, case: Case) -> None:
-    if device.type == "cpu" and case.shape[0] > 100:
-        case = replace(case, shape=(67, case.shape[1]))  # one class group and a bit
+    if device.type == "cpu":  # one class group and a bit; more than one group of samples only where nothing else is added
+        samples = case.shape[1] if case.straight else min(case.shape[1], 257 if case.shape[0] < 37 else 60)
+        case = replace(case, shape=(min(case.shape[0], 67), samples))
     made = given(case)
     assert_right_weights(made, *_weights(case, device))
     moved = made.to(device)
-    for start in (-math.inf, 1e4):
-        maximum, products = torch.full((case.shape[1],), start, device=device), moved.products.clone()
-        _on(device).maxima(moved.tile(products), maximum)
-        assert_right_maxima(made, torch.full((case.shape[1],), start), maximum)
-        assert torch.equal(products, moved.products)
+    start, products = torch.full((case.shape[1],), -math.inf), moved.products.clone()
+    start[1::3] = 1e4
+    maximum = start.to(device, copy=True)
+    _on(device).maxima(moved.tile(products), maximum)
+    assert_right_maxima(made, start, maximum)
+    assert torch.equal(products, moved.products)
 
 
 @pytest.mark.parametrize("link", ["softmax", "sum"])
