@@ -1,5 +1,6 @@
 """The head against a dense float64 softmax and textbook optimizers: one step and twenty, whole and sampled, odd cases."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -43,9 +44,8 @@ def _margin(name: str) -> Margin:
 
 @pytest.fixture(scope="module")
 def real_centres() -> Tensor:
-    """Return the first centres of 10,000 classes, more than one chunk, in their order."""
-    assert auto_chunk("cpu", torch.float32) < 10_000
-    return all_centres(10_000, 512, seed=3)
+    """Return the first centres of more than one chunk of classes in their order."""
+    return all_centres(auto_chunk("cpu", torch.float32) + 100, 512, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,14 @@ def test_loss_and_gradients_at_real_size_are_exact(real_centres: Tensor, margin_
     (num_classes, dim), rows = real_centres.shape, 128
     margin, centres = _margin(margin_name), real_centres
     x, labels = near_their_centres(centres, rows)
-    dense = DenseHead(margin, centres, RowSGD())
+    exact = x.double().requires_grad_(), centres.double().requires_grad_()
+    expected = dense_loss(copy.deepcopy(margin).double(), *exact, labels)
+    by_x, by_w = torch.autograd.grad(expected, exact)
     head = PartialFC(margin, num_classes, dim, seed=3, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), kernels=kernels))
     before = head.centres.clone()
     loss, gradient, _ = take_step(head, x, labels, 1.0)
-    expected, by_x, by_w = dense.step(x, labels, 0.0)
     loss_bound, gradient_bound = head_bounds(64.0 if margin_name in FIXED else 2 * margin.scale, dim, rows)
-    assert loss == pytest.approx(expected, abs=loss_bound)
+    assert loss == pytest.approx(expected.item(), abs=loss_bound)
     assert relative(gradient, by_x) < gradient_bound
     assert relative(before - head.centres, by_w[torch.from_numpy(head.shard_classes())]) < gradient_bound
 
@@ -99,9 +100,10 @@ def test_twenty_steps_follow_the_dense_head(margin_name: str, sample_rate: float
 
 
 def _several(rank: int, world_size: int) -> None:
-    for optimizer_name, sample_rate, margin_name in (*STEPS[1:3], STEPS[4]):
+    for optimizer_name, sample_rate, margin_name in STEPS[1:3] if world_size == 2 else STEPS[3:]:
         _train_beside_dense(rank, world_size, optimizer_name, sample_rate, margin_name)
-    _train_beside_dense(rank, world_size, "sgd", 0.3, "combined", "plain")
+    if world_size == 2:
+        _train_beside_dense(rank, world_size, "sgd", 0.3, "combined", "plain")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
