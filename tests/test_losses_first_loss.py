@@ -45,14 +45,15 @@ def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: f
 
 @pytest.mark.parametrize("alike", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("num_classes", "dim", "batch", "scale"), [(8000, 512, 16, 64), (8000, 512, 256, 64), (100, 64, 64, 16), (2000, 512, 2, 64)]
+    ("num_classes", "dim", "batch", "scale"), [(3000, 512, 16, 64), (3000, 512, 256, 64), (100, 64, 64, 16), (2000, 512, 2, 64)]
 )
 def test_sound_labels_are_found_sound_at_any_batch(num_classes: int, dim: int, batch: int, scale: float, alike: float):
     margin = _arcface(scale)
     losses = [_first_loss(margin, num_classes, dim, batch, alike, seed) for seed in range(10)]
-    verdicts = [judge_first_loss(loss, margin, FirstStep(num_classes, dim, batch))[1] for loss in losses]
-    assert sum(verdicts) >= 9  # three standard deviations: one in 370 is beyond them
     expected, tolerance = expected_first_loss(margin, FirstStep(num_classes, dim, batch))
+    verdicts = [abs(loss - expected) <= tolerance for loss in losses]
+    assert sum(verdicts) >= 9  # three standard deviations: one in 370 is beyond them
+    assert judge_first_loss(losses[0], margin, FirstStep(num_classes, dim, batch))[1] == verdicts[0]
     standard_error = tolerance / 3 / math.sqrt(len(losses))
     assert abs(sum(losses) / len(losses) - expected) < 4 * standard_error
 
@@ -68,8 +69,10 @@ def test_a_wrong_scale_margin_or_number_of_classes_is_found():
         assert not sound and text.endswith("check labels, number of classes and loss.scale")
 
 
-@pytest.mark.parametrize("name", ["arcface", "sphereface2", "npcface"])
-@pytest.mark.parametrize(("several", "dim"), [(1, 64), (3, 64), (1, 512)])  # in 64 dimensions few negatives dominate the sum
+@pytest.mark.parametrize(  # in 64 dimensions few negatives dominate the sum
+    ("name", "several", "dim"),
+    [("arcface", 1, 64), ("sphereface2", 1, 64), ("npcface", 1, 64), ("sphereface2", 3, 64), ("arcface", 1, 512)],
+)
 def test_many_classes_are_estimated_as_if_all_were_drawn(name: str, several: int, dim: int, monkeypatch: pytest.MonkeyPatch):
     margin, step = build_margin(name), FirstStep(30_000, dim, 1024, sub_centers=several)
     margin.prepare(30_000, 30_000)
@@ -89,7 +92,7 @@ def test_the_estimate_for_millions_of_classes_is_that_of_the_formula_and_is_shar
 def test_no_global_random_number_is_drawn():
     states = torch.get_rng_state(), random.getstate()
     for name in list(MARGINS):
-        expected_first_loss(build_margin(name), FirstStep(100_000, 64, 64))
+        expected_first_loss(build_margin(name), FirstStep(100_000 if name == "arcface" else 100, 64, 64))
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
