@@ -35,7 +35,7 @@ def _head(
     monkeypatch.setattr("partial_fc.head.choose_kernels", lambda *given: "triton")
     given: dict[str, Any] = {"storage": "lean", "chunk": 50, "matmul_dtype": torch.bfloat16, "optimizer": RowSGD(0.9, 5e-4)}
     config = HeadConfig(kernels=wanted, **given | more)
-    return PartialFC(build_margin(loss, scale=64.0), 130, 64, seed=3, config=config, device=device)
+    return PartialFC(build_margin(loss, scale=64.0), 70, 64, seed=3, config=config, device=device)
 
 
 def _give_times(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
