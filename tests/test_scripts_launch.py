@@ -4,6 +4,7 @@ There is no Slurm and no second machine here: srun and scontrol are stand-ins, a
 """
 
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import os
@@ -17,14 +18,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, descendants
+from tiny_runs import FORKS, ROOT, Forked, descendants
 from torch.distributed import run
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.metrics import api as metrics
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 from torch.distributed.launcher import api
 
@@ -34,6 +40,7 @@ from utils.checkpoint.format import list_checkpoints
 
 SLURM = ROOT / "scripts" / "launch" / "slurm.sbatch"
 TRAIN = [sys.executable, ROOT / "face_training.py", "train"]
+FORKS_TRAIN = [sys.executable, "-m", "test_scripts_launch"]  # the same, in processes that need not import torch; see `_launch`
 EVERY = 5  # optimizer steps between checkpoints
 DEADLINE = 90.0  # seconds that any one wait may take
 
@@ -62,10 +69,11 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _started(command: list[object], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(command: list[object], log: Path, environment: dict[str, str]) -> Iterator[Any]:
     """Start a command with its output in a file; SIGKILL it with all it started when the block ends."""
+    start: Any = Forked if command[:3] == FORKS_TRAIN else subprocess.Popen
     with log.open("ab") as output:
-        process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output, env=environment, cwd="/")
+        process = start([str(part) for part in command], stdout=output, stderr=output, env=environment, cwd="/")
     try:
         yield process
     finally:
@@ -79,15 +87,15 @@ def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
             os.kill(pid, number)
 
 
-def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until(holds: Callable[[], bool], process: Any, log: Path) -> None:
     deadline = time.monotonic() + DEADLINE
     while not holds():
-        assert process.poll() is None, f"ended with {process.returncode}, too early:\n{log.read_text()[-3000:]}"
+        assert process.poll() is None, f"ended with {process.poll()}, too early:\n{log.read_text()[-3000:]}"
         assert time.monotonic() < deadline, f"nothing happened:\n{log.read_text()[-3000:]}"
         time.sleep(0.02)
 
 
-def _finish(process: subprocess.Popen[bytes], log: Path) -> int:
+def _finish(process: Any, log: Path) -> int:
     try:
         return process.wait(DEADLINE)
     except subprocess.TimeoutExpired:
@@ -112,15 +120,45 @@ def _lost_steps(run: Path, total: int) -> int:
     return before[-1] - (after[0] - 1)
 
 
-def _worker(pid: int, rank: int) -> int | None:
-    """Return the training process of this rank among the descendants, None while there is none."""
-    for member in descendants(pid):
-        with contextlib.suppress(OSError):
-            arguments = Path(f"/proc/{member}/cmdline").read_bytes().split(b"\0")
-            variables = Path(f"/proc/{member}/environ").read_bytes().split(b"\0")
-            if str(ROOT / "train.py").encode() in arguments[:4] and f"RANK={rank}".encode() in variables:
-                return member
-    return None
+class _Fork(ForkProcess):
+    """Stands in for the subprocess.Popen of torchrun: a fork of it runs train.py."""
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: object) -> None:
+        super().__init__(target=self._train, args=(args, env))
+        self.start()
+
+    @staticmethod
+    def _train(command: tuple[str, ...], environment: dict[str, str]) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, signal.SIGINT):  # not torchrun's
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(environment)
+        assert command[:3] == (sys.executable, "-u", str(ROOT / "train.py"))
+        sys.exit(importlib.import_module("train").main(list(command[3:])))
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float) -> None:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("train.py", timeout)
+
+
+def _launch(way: str, *words: str) -> int | None:
+    """Run `face train`, or torchrun instead; under nohup, with a late clock, or in a namespace of that name."""
+    subprocess_handler.Popen = _Fork
+    if way == "torchrun":
+        return run.main(words)
+    if way == "nohup":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    elif way == "late":  # a minute, as torch's rendezvous sees it
+        now = {"now": lambda zone: datetime.now(zone) - timedelta(minutes=1)}
+        dynamic_rendezvous.datetime = type("", (datetime,), now)
+    elif way != "face":
+        assert ctypes.CDLL(None).setns(os.open(f"/run/netns/{way}", os.O_RDONLY), 0) == 0
+    return train.main(words)
 
 
 def test_the_slurm_job_explains_itself_and_names_what_is_missing(config: Path):
@@ -195,24 +233,19 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
 @pytest.mark.parametrize("launcher", ["face", "torchrun"])
 def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path, launcher: str):
     total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
-    plain = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
-        ROOT / "train.py",
-    ]  # fmt: skip
-    command = plain if launcher == "torchrun" else [*TRAIN, "--processes=2", "--restarts=1"]
+    plain = [*FORKS_TRAIN, "torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "train.py"]
+    command = plain if launcher == "torchrun" else [*FORKS_TRAIN, "face", "--processes=2", "--restarts=1"]
     with _started([*command, config, f"train.max_steps={total}"], log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= EVERY + 2, process, log)
-        victim = _worker(process.pid, 1)
-        assert victim is not None
-        _kill([victim])
+        _kill(descendants(process.pid)[1:2])
         assert _finish(process, log) == 0, log.read_text()[-3000:]
     assert "2 x cpu" in log.read_text()
     assert 0 <= _lost_steps(run, total) <= EVERY
 
 
 def _run_two(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*TRAIN, "--processes=2", config, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd="/", timeout=DEADLINE)
+    command = [*FORKS_TRAIN, "face", "--processes=2", config, *arguments]
+    return FORKS.run([str(part) for part in command], env=_environment(), cwd="/")
 
 
 def test_a_wrong_path_is_said_once_and_starts_no_processes(config: Path):
@@ -260,7 +293,7 @@ def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: 
     command = [*TRAIN, config, "train.max_steps=500", "--processes=2", "--restarts=0"]
     with _started(command, log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
-        _kill([pid for pid in [_worker(process.pid, 1)] if pid])
+        _kill(descendants(process.pid)[1:2])
         assert _finish(process, log) == 1
     assert "error: the process of rank 1 was ended by SIGKILL" in log.read_text()
     assert "torch/distributed/run.py" not in log.read_text()  # a line of torchrun's own traceback
@@ -270,7 +303,7 @@ def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: 
 def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(config: Path, tmp_path: Path, number: int):
     """It is told so by a signal, but not by the end of its terminal if it runs under nohup."""
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
-    command = ["nohup", *TRAIN, config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
+    command = [*FORKS_TRAIN, "nohup", config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
     with _started(command, log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
         if not torchrun.can_forward_signals() and number == signal.SIGUSR1:
@@ -289,10 +322,10 @@ def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(co
 
 def test_a_second_ctrl_c_ends_all_processes_at_once_without_saving(config: Path, tmp_path: Path):
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
-    command = [*TRAIN, config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
+    command = [*FORKS_TRAIN, "face", config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
     with _started(command, log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
-        workers = [pid for pid in (_worker(process.pid, rank) for rank in (0, 1)) if pid]
+        workers = descendants(process.pid)[:2]
         os.kill(workers[1], signal.SIGSTOP)  # so that no step ends
         _kill([process.pid], signal.SIGINT)
         _wait_until(lambda: "Ctrl-C again stops at once, without saving" in log.read_text(), process, log)
@@ -309,6 +342,7 @@ while command[0].startswith("-"):
     command.pop(0)
 own = [{{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}} for task in range(int(os.environ["SLURM_NTASKS"]))]
 tasks = [subprocess.Popen(command, env={{**os.environ, **variables}}) for variables in own]
+print("tasks", *(task.pid for task in tasks), flush=True)
 statuses = [task.wait() for task in tasks]
 print("statuses", statuses, flush=True)
 sys.exit(max(status if status >= 0 else 128 - status for status in statuses))
@@ -356,7 +390,8 @@ def test_a_slurm_job_that_is_told_to_stop_is_requeued_once_and_then_finishes(
     job = ["bash", SLURM, config, f"train.max_steps={total}", "checkpoint.every=0"]
     with _started(job, log, environment) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
-        _kill([task for rank in (0, 1) if (task := _worker(process.pid, rank))], signal.SIGUSR1)  # as Slurm does, to all tasks
+        tasks = re.findall(r"\d+", next(line for line in log.read_text().splitlines() if line.startswith("tasks ")))
+        _kill([int(task) for task in tasks], signal.SIGUSR1)  # as Slurm does, to all of them
         assert _finish(process, log) == 75, log.read_text()[-3000:]
     assert "statuses [75, 75]" in log.read_text() and "stopped by SIGUSR1: saved after step" in log.read_text()
     assert calls.read_text() == f"requeue {environment['SLURM_JOB_ID']}\n"
@@ -371,12 +406,15 @@ def test_a_slurm_job_that_is_told_to_stop_is_requeued_once_and_then_finishes(
 def test_a_slurm_job_that_fails_passes_its_status_on(config: Path, tmp_path: Path, slurm: tuple[Path, dict[str, str]]):
     calls, environment = slurm
     log = tmp_path / "output.txt"
-    with _started(["bash", SLURM, config, "train.batch_size=9"], log, environment) as process:
-        assert _finish(process, log) == 1
-    assert "train.batch_size" in log.read_text() and calls.read_text() == ""
     with _started(["bash", SLURM, config, "data.source=recordio", "data.path=/nowhere"], log, environment) as process:
         assert _finish(process, log) == 1
-    assert log.read_text().count("data.path: no file") == 1 and log.read_text().count("statuses") == 1  # srun ran once, before
+    assert log.read_text().count("data.path: no file") == 1 and "statuses" not in log.read_text()  # srun did not run
+    python = tmp_path / "programs" / "python_of_the_tasks"  # of 9 images a step for two processes, say: only they see it
+    python.write_text("#!/bin/sh\n[ $# = 4 ] || exit $((3 + RANK * 2))\n")  # a check has a word more
+    python.chmod(0o755)
+    with _started(["bash", SLURM, config, "train.batch_size=9"], log, environment | {"PYTHON": str(python)}) as process:
+        assert _finish(process, log) == 5
+    assert "statuses [3, 5]" in log.read_text() and calls.read_text() == ""
 
 
 @pytest.fixture
@@ -418,10 +456,10 @@ def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_pat
     total, run = 20, tmp_path / "tiny"
     logs = [tmp_path / f"output{k}.txt" for k in range(2)]
 
-    def start(k: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    def start(k: int) -> contextlib.AbstractContextManager[Any]:
         name, interface = machines[k]
         where = ["--machines=2", "--head=10.99.0.1", "--processes=1"]
-        command = ["ip", "netns", "exec", name, *TRAIN, *where, config, f"train.max_steps={total}"]
+        command = [*FORKS_TRAIN, name, *where, config, f"train.max_steps={total}"]
         return _started(command, logs[k], _environment(GLOO_SOCKET_IFNAME=interface))
 
     with start(0) as head:
@@ -439,14 +477,9 @@ def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_pat
 def test_a_machine_whose_clock_is_wrong_leaves_no_other_to_train_alone(config: Path, tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         where = ["--machines=2", f"--head=127.0.0.1:{free.getsockname()[1]}", "--processes=1", config, "train.max_steps=2"]
-    late = (  # a minute, as torch's rendezvous sees it
-        "import datetime as d, sys; from torch.distributed.elastic.rendezvous import dynamic_rendezvous as theirs\n"
-        "theirs.datetime = type('', (d.datetime,), {'now': lambda zone: d.datetime.now(zone) - d.timedelta(minutes=1)})\n"
-        "from scripts.launch import train; sys.exit(train.main(sys.argv[1:]))\n"
-    )
-    second, log = [sys.executable, "-c", late, *where, "--is-head=no"], tmp_path / "output.txt"
-    here = _environment(PYTHONPATH=str(ROOT))
-    with _started([*TRAIN, *where], log, here) as head, _started(second, tmp_path / "other.txt", here):
+    second, log, here = [*FORKS_TRAIN, "late", *where, "--is-head=no"], tmp_path / "output.txt", _environment()
+    first = [*FORKS_TRAIN, "face", *where]
+    with _started(first, log, here) as head, _started(second, tmp_path / "other.txt", here):
         assert _finish(head, log) == 1, log.read_text()
     assert "error: the machines cannot meet: only 1 of 2 came; set their clocks, 10 s apart at most" in log.read_text()
     assert not (tmp_path / "tiny").exists()
@@ -497,12 +530,18 @@ def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_a_signal_that_meets_a_stopwatch_of_torch_before_it_begins_is_no_traceback():
-    program = (
-        "from torch.distributed import run; from torch.distributed.elastic.metrics import api\n"
-        "from torch.distributed.elastic.multiprocessing.api import SignalException; from scripts.launch import torchrun\n"
-        "api.time = type('', (), {'time': lambda: (_ for _ in ()).throw(SignalException('got a signal', 15))})\n"
-        "run.main = api.prof(print); raise SystemExit(torchrun.main(['train.py']))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+def test_a_signal_that_meets_a_stopwatch_of_torch_before_it_begins_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def told() -> float:
+        raise SignalException("got a signal", signal.SIGTERM)
+
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=told))
+    monkeypatch.setattr(run, "main", metrics.prof(print))
+    monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)  # so that it is put back
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert torchrun.main(["train.py"]) == 1 and capfd.readouterr() == ("", "")
+
+
+if __name__ == "__main__":  # of a fork
+    sys.exit(_launch(*sys.argv[1:]))
