@@ -5,14 +5,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import REAL, ROOT, command_of, ended_well, equal_weights, run_train, small_run, wait_for
+from tiny_runs import ROOT, Started, ended_well, equal_weights, run_train, small_run, wait_for
 
+import train
 from configs import load_config
 from data.augment import prepare
 from data.loader import Loader
@@ -150,40 +150,47 @@ def test_training_whose_fork_decodes_has_the_bits_of_one_whose_threads_do(datase
     equal_weights(tmp_path / "threads", tmp_path / "process")
 
 
-def _started(dataset: Path, tmp_path: Path, name: str) -> tuple["subprocess.Popen[str]", int]:
-    """Start a run as torchrun does, in a session of its own; return it, and the process that decodes, after the third step."""
+def _train_in_session(arguments: list[str]) -> int:
+    os.setsid()
+    return train.main(arguments)
+
+
+def _started(dataset: Path, tmp_path: Path, name: str) -> tuple[Started, int, int]:
+    """Start a run as torchrun does, in a session of its own; return it, it, and what decodes, after the third step."""
+    (tmp_path / f"said_{name}").mkdir()
+    words = small_run(dataset, tmp_path, *_LONG, f"run.name={name}")
+    run = Started(_train_in_session, [words], tmp_path / f"said_{name}", {**os.environ, "TORCHELASTIC_RUN_ID": "1"})
     metrics = tmp_path / name / "metrics.jsonl"
-    command = command_of(1, small_run(dataset, tmp_path, REAL, *_LONG, f"run.name={name}"))
-    kind: dict[str, Any] = {"text": True, "start_new_session": True, "env": {**os.environ, "TORCHELASTIC_RUN_ID": "1"}}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kind)
-    wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60, process)
-    (decoder,) = _children(process.pid)
-    return process, decoder
+    run.wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60)
+    pid = run.processes[0].pid
+    assert pid is not None
+    (decoder,) = _children(pid)
+    return run, pid, decoder
 
 
 def test_a_killed_decoder_is_an_error_in_seconds(dataset: Path, tmp_path: Path):
-    process, decoder = _started(dataset, tmp_path, "tiny")
+    run, _, decoder = _started(dataset, tmp_path, "tiny")
     os.kill(decoder, signal.SIGKILL)
     begun = time.monotonic()
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 1 and time.monotonic() - begun < 15  # not 78, after which nothing is started again
-    assert "error: data.decoders=process: the process that decodes images is gone, perhaps killed" in said
-    assert "Traceback" not in said
+    done = run.wait(30)
+    assert done.returncode == 1 and time.monotonic() - begun < 15  # not 78, after which nothing is started again
+    assert "error: data.decoders=process: the process that decodes images is gone, perhaps killed" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_fork_ends_with_its_training_and_not_by_a_signal_to_all_processes(dataset: Path, tmp_path: Path):
-    process, decoder = _started(dataset, tmp_path, "tiny")
+    run, pid, decoder = _started(dataset, tmp_path, "tiny")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a save may need further batches
         os.kill(decoder, number)
     before = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
-    wait_for(lambda: len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()) > before + 9, 60, process)
-    os.killpg(process.pid, signal.SIGTERM)
-    said = process.communicate(timeout=60)
-    assert process.returncode == REQUEUE, said
+    run.wait_until(lambda: len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()) > before + 9)
+    os.killpg(pid, signal.SIGTERM)
+    done = run.wait(60)
+    assert done.returncode == REQUEUE, done.stderr
     assert len(list_checkpoints(tmp_path / "tiny")) == 1 and not Path(f"/proc/{decoder}").exists()
-    process, decoder = _started(dataset, tmp_path, "killed")
-    process.kill()
-    process.communicate(timeout=30)  # the fork has its output, too
+    run, pid, decoder = _started(dataset, tmp_path, "killed")
+    os.kill(pid, signal.SIGKILL)
+    run.wait(30)
     wait_for(lambda: not Path(f"/proc/{decoder}").exists(), 10)
 
 

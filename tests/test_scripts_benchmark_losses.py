@@ -7,15 +7,13 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import FORKS, REAL, ROOT, error_of, one_line, tiny_run, wait_for, write_dataset
+from tiny_runs import FORKS, REAL, Started, error_of, one_line, tiny_run, write_dataset
 
 from backbones import build_backbone
 from configs import load_config
@@ -235,12 +233,12 @@ def test_the_row_of_sub_centers_trains_with_three_for_each_class(config: Path, t
 
 def test_an_interrupted_program_lets_its_training_save_and_goes_on_from_there(config: Path, tmp_path: Path):
     arguments = ["--losses", "cosface", "--seeds", "1", "--rates", "1", "--config", str(config), "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "scripts.benchmark.losses", *arguments, "--set", "log.every=1", "train.max_steps=400"]
-    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    more = ["--set", "log.every=1", "train.max_steps=400", "data.image_size=48"]
+    program = Started(losses.main, [[*arguments, *more]], tmp_path)
     logs = (tmp_path / "runs").glob
-    wait_for(lambda: any(log.read_text().count('"train"') >= 3 for log in logs("*/metrics.jsonl")), 100, program)
-    program.send_signal(signal.SIGTERM)
-    assert program.wait(60) != 0
+    program.wait_until(lambda: any(log.read_text().count('"train"') >= 3 for log in logs("*/metrics.jsonl")), 100)
+    program.send(signal.SIGTERM, 0)
+    assert program.wait(60).returncode != 0
     folder = next((tmp_path / "runs").glob("cosface_*"))
     saved = list_checkpoints(folder)
     assert saved and not (tmp_path / "losses.json").exists()

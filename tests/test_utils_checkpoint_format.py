@@ -1,6 +1,5 @@
 """Manifests that lie: every program that reads one ends in one line, or works; and no old one stops a new save."""
 
-import copy
 import json
 import math
 from collections.abc import Iterator
@@ -37,11 +36,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder / "sound", arguments
 
 
-def _lies(manifest: Any) -> Iterator[tuple[str, Any]]:
+def _lies(sound: str) -> Iterator[tuple[str, Any]]:
     """Yield each way to a field with the whole manifest, in which that field holds something else or is missing."""
 
     def changed(place: tuple[Any, ...], value: Any = None, missing: bool = False) -> Any:
-        whole = copy.deepcopy(manifest)
+        whole = json.loads(sound)
         at = whole
         for key in place[:-1]:
             at = at[key]
@@ -62,7 +61,7 @@ def _lies(manifest: Any) -> Iterator[tuple[str, Any]]:
             for number in range(len(value)):
                 yield (*way, number)
 
-    for place in places(manifest, ()):
+    for place in places(json.loads(sound), ()):
         name = ".".join(map(str, place))
         yield f"{name} missing", changed(place, missing=True)
         for value in VALUES if place[0] != "config" or len(place) == 3 else [None, 5, "text", [1]]:
@@ -75,10 +74,10 @@ def test_no_lie_in_a_manifest_is_a_traceback(run: tuple[Path, list[str]], capsys
     newest = list_checkpoints(folder)[0]
     path = newest / "manifest.json"
     sound = path.read_text()
-    texts = {name: json.dumps(lie) for name, lie in _lies(json.loads(sound))}
+    texts = {name: json.dumps(lie) for name, lie in _lies(sound)}
     texts |= {"empty": "", "half": sound[: len(sound) // 2], "deep": "[" * 100_000, "digits": '{"step": ' + "9" * 5000 + "}"}
     texts["twice"] = sound.replace('"step": 1', '"step": 1, "step": "1"')
-    refused, tried = 0, some(texts.items(), 2)
+    refused, tried = 0, some(texts.items(), 3)
     try:
         for number, (name, text) in enumerate(tried):
             path.write_text(text)

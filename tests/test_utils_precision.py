@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import equal_weights, face, small_run, write_dataset
+from tiny_runs import equal_weights, face, small_run
 
 import train
 from eval import __main__ as evaluation
@@ -101,18 +101,17 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
 
 @pytest.mark.parametrize(("name", "best"), [("fp16", "bf16"), ("bf16", "fp32")])
 def test_each_program_says_once_what_a_processor_emulates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, best: str
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, best: str
 ):
     monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: best == "bf16")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
-    write_dataset(tmp_path)
     (tmp_path / "1.jpg").write_bytes(face(1, 1))
     words = f"{name}: this processor emulates it, many times slower than fp32; {{0}}auto takes {best}\n"
-    small = [f"train.precision={name}", "train.max_steps=1", "eval.targets=[]", "data.image_size=112"]
-    assert train.main(small_run(tmp_path, tmp_path, *small)) == 0
+    small = [f"train.precision={name}", "train.max_steps=1", "eval.targets=[]"]
+    assert train.main(small_run(dataset, tmp_path, *small)) == 0
     assert capsys.readouterr().out.count("WARNING: train.precision=" + words.format("train.precision=")) == 1
     run = [str(tmp_path / "tiny"), "--precision", name, "--device", "cpu"]
-    assert evaluation.main([*run, "--targets", str(tmp_path / "tiny.bin")]) == 0
+    assert evaluation.main([*run, "--targets", str(dataset / "tiny.bin")]) == 0
     assert capsys.readouterr().err.count("warning: --precision " + words.format("--precision ")) == 1
     assert embed.main([*run, str(tmp_path), "--processes", "1", "--out", str(tmp_path / "faces.npy")]) == 0
     assert capsys.readouterr().err.count("warning: --precision " + words.format("--precision ")) == 1
