@@ -1,11 +1,9 @@
 """Configurations that attack: each ends quickly in one line that says what is wrong."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT, error_of, one_line
+from tiny_runs import error_of, one_line, run_program
 
 import train
 from configs.rules import POSITIVE, RANGES
@@ -63,8 +61,7 @@ def test_a_hostile_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_billion_laughs_end_within_seconds(tmp_path: Path):
     lines = [f"    - &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
     (tmp_path / "run.yaml").write_text("\n".join(["eval:", "  targets:", "    - &a [x, x]", *lines]))
-    command = [sys.executable, "train.py", str(tmp_path / "run.yaml"), "--print-config"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = run_program(train.main, [[str(tmp_path / "run.yaml"), "--print-config"]], timeout=60)
     assert ended.returncode == 1 and "at most 16 aliases (*name) are allowed" in ended.stderr
 
 

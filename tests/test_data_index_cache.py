@@ -1,14 +1,13 @@
 """The cache of a set's index: equal to parsing, never out of date, never trusted when damaged, never in the dataset."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 from pictures import jpeg, picture
+from tiny_runs import ended_well, run_file, run_program
 
 import train
 from data import record_dataset
@@ -118,7 +117,8 @@ def test_new_files_have_the_mode_of_the_users_umask(tmp_path: Path, umask: int, 
         f"os.unlink({str(folder / 'train.idx')!r})\n"
         f"assert repair.main([{str(folder)!r}]) == 0\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
+    (tmp_path / "program.py").write_text(program)
+    ended_well(run_program(run_file, [[str(tmp_path / "program.py")]]))
     made = [*(tmp_path / "cache").iterdir(), tmp_path / "held.safetensors", folder / "train.idx"]
     assert [oct(path.stat().st_mode & 0o777) for path in made] == [oct(mode)] * 3
 

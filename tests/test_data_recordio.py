@@ -7,7 +7,6 @@ import mmap
 import multiprocessing
 import pickle
 import struct
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -19,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from tiny_runs import ended_well, run_file, run_program
 
 from data.recordio import image_record as recordio
 from data.recordio.image_record import MAGIC, IndexedRecordFile, RecordFile, RecordWriter, pack, unpack
@@ -285,6 +285,6 @@ def test_a_set_cut_short_while_it_is_open_is_an_error_and_no_signal(tmp_path: Pa
     program = "import os, sys\nfrom data.record_dataset import RecordDataset\n"
     program += "dataset = RecordDataset(sys.argv[1])\nos.truncate(sys.argv[1] + '/train.rec', 4096)\n"
     program += "try:\n    dataset.sample(1)\nexcept ValueError as error:\n    print(error)"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    (tmp_path / "program.py").write_text(program)
+    done = ended_well(run_program(run_file, [[str(tmp_path / "program.py"), str(tmp_path)]], timeout=60))
     assert "train.rec" in done.stdout and "the file ends; it had" in done.stdout

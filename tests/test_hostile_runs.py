@@ -3,20 +3,19 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gallery_runs import write_network, write_people
-from tiny_runs import REAL, ROOT, error_of, run_train, small_run
+from tiny_runs import error_of, run_program, run_train, small_run
 
 import train
 from eval.__main__ import main as evaluate
 from scripts.data import folder_to_rec
 from scripts.data import inspect as inspect_data
 from scripts.deploy import card, embed, enrol, export, gallery
+from scripts.launch import train as launch
 from utils.checkpoint import resume
 from utils.checkpoint.format import list_checkpoints, step_of
 
@@ -82,9 +81,8 @@ def test_a_training_in_several_processes_refuses_a_link_out_of_the_run_folder(da
     for name, target, ranks in (("metrics.jsonl", "mine/diary", 2), ("tensorboard", "mine", 3), ("tensorboard", "mine", 0)):
         _plant(run / name, tmp_path / target)
         before = _state(run, tmp_path / "mine")
-        words = small_run(dataset, tmp_path, REAL, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
-        face = [sys.executable, "face_training.py", "train", "--processes=2", *words]
-        done = run_train(ranks, words) if ranks else subprocess.run(face, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        words = small_run(dataset, tmp_path, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
+        done = run_train(ranks, words) if ranks else run_program(launch.main, [["--processes=2", *words]])
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.count("error: ") == 1 and "run.output: the run folder" in done.stderr
         assert f"{name} in it is a link out of the folder, to {tmp_path / target}" in done.stderr

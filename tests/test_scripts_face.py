@@ -68,12 +68,16 @@ def test_names_of_files_are_utf_8_in_any_locale(folder: Path):
     assert "faults: Jos\u00e9: no such set" in done.stderr
 
 
-def test_a_name_in_configs_is_found_from_any_folder(folder: Path):
-    for name in ("ms1mv3_r50", "ms1mv3_r50.yaml", ROOT / "configs" / "ms1mv3_r50"):
-        done = _start(FACE, "train", name, "--print-config", folder=folder)
-        assert done.returncode == 0 and "num_classes: 93431" in done.stdout, done.stderr
-    done = _start(FACE, "train", "ms1mv3_r5O", folder=folder)
-    assert done.returncode == 1 and done.stderr.endswith(f"Did you mean {ROOT}/configs/ms1mv3_r50.yaml?\n")
+def test_a_name_in_configs_is_found_from_any_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    done = _start(FACE, "train", "ms1mv3_r50", "--print-config", folder=folder)
+    assert done.returncode == 0 and "num_classes: 93431" in done.stdout, done.stderr
+    monkeypatch.chdir(folder)
+    for name in ("ms1mv3_r50.yaml", str(ROOT / "configs" / "ms1mv3_r50")):
+        assert face.main(["train", name, "--print-config"]) == 0 and capsys.readouterr().out == done.stdout
+    assert face.main(["train", "ms1mv3_r5O"]) == 1
+    assert capsys.readouterr().err.endswith(f"Did you mean {ROOT}/configs/ms1mv3_r50.yaml?\n")
 
 
 def test_the_console_script_is_the_function_of_a_module_with_a_name_of_its_own():

@@ -1,7 +1,5 @@
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import ROOT, Started, run_program
+from tiny_runs import Started, run_program
 from torch import nn
 
+import train
 from partial_fc.collectives import Collectives
 from utils import distributed
 from utils.distributed import (
@@ -139,10 +138,10 @@ def test_a_process_of_another_job_at_the_same_port_is_an_error_at_once(
         init_distributed("cpu", timeout_minutes=0.01)
 
 
-def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):
-    command = [sys.executable, "train.py", "configs/demo_cpu.yaml", f"run.output={tmp_path}", "run.device=cpu"]
-    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"RANK": "3"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    ended = run_program(train.main, [["demo_cpu", f"run.output={tmp_path}", "run.device=cpu"]])
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert "RANK must be below WORLD_SIZE, got RANK=3 and WORLD_SIZE=not set" in ended.stderr
 
