@@ -150,26 +150,19 @@ def test_training_whose_fork_decodes_has_the_bits_of_one_whose_threads_do(datase
     equal_weights(tmp_path / "threads", tmp_path / "process")
 
 
-def _train_in_session(arguments: list[str]) -> int:
-    os.setsid()
-    return train.main(arguments)
-
-
-def _started(dataset: Path, tmp_path: Path, name: str) -> tuple[Started, int, int]:
-    """Start a run as torchrun does, in a session of its own; return it, it, and what decodes, after the third step."""
-    (tmp_path / f"said_{name}").mkdir()
+def _started(dataset: Path, tmp_path: Path, name: str) -> tuple[Started, int]:
+    """Start a run as torchrun does; return it, and the process that decodes, after the third step."""
+    metrics, said = tmp_path / name / "metrics.jsonl", tmp_path / f"said_{name}"
+    said.mkdir()
     words = small_run(dataset, tmp_path, *_LONG, f"run.name={name}")
-    run = Started(_train_in_session, [words], tmp_path / f"said_{name}", {**os.environ, "TORCHELASTIC_RUN_ID": "1"})
-    metrics = tmp_path / name / "metrics.jsonl"
+    run = Started(train.main, [words], said, {**os.environ, "TORCHELASTIC_RUN_ID": "1"})
     run.wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60)
-    pid = run.processes[0].pid
-    assert pid is not None
-    (decoder,) = _children(pid)
-    return run, pid, decoder
+    (decoder,) = _children(run.processes[0].pid)
+    return run, decoder
 
 
 def test_a_killed_decoder_is_an_error_in_seconds(dataset: Path, tmp_path: Path):
-    run, _, decoder = _started(dataset, tmp_path, "tiny")
+    run, decoder = _started(dataset, tmp_path, "tiny")
     os.kill(decoder, signal.SIGKILL)
     begun = time.monotonic()
     done = run.wait(30)
@@ -179,17 +172,18 @@ def test_a_killed_decoder_is_an_error_in_seconds(dataset: Path, tmp_path: Path):
 
 
 def test_the_fork_ends_with_its_training_and_not_by_a_signal_to_all_processes(dataset: Path, tmp_path: Path):
-    run, pid, decoder = _started(dataset, tmp_path, "tiny")
+    run, decoder = _started(dataset, tmp_path, "tiny")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a save may need further batches
         os.kill(decoder, number)
     before = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
     run.wait_until(lambda: len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()) > before + 9)
-    os.killpg(pid, signal.SIGTERM)
+    for pid in (decoder, run.processes[0].pid):  # as the signal of a shell to all of them
+        os.kill(pid, signal.SIGTERM)
     done = run.wait(60)
     assert done.returncode == REQUEUE, done.stderr
     assert len(list_checkpoints(tmp_path / "tiny")) == 1 and not Path(f"/proc/{decoder}").exists()
-    run, pid, decoder = _started(dataset, tmp_path, "killed")
-    os.kill(pid, signal.SIGKILL)
+    run, decoder = _started(dataset, tmp_path, "killed")
+    run.send(signal.SIGKILL, 0)
     run.wait(30)
     wait_for(lambda: not Path(f"/proc/{decoder}").exists(), 10)
 

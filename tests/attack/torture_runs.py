@@ -30,7 +30,7 @@ sys.path[0] = os.path.dirname({train!r})
 runpy.run_path({train!r}, run_name="__main__")
 """
 _CONFIG = """run: {{output: {output}, threads: 1, timeout_minutes: 2.0}}
-data: {{path: {data}, threads: 1}}
+data: {{path: {data}, threads: 1, image_size: 48}}
 augment: {{crop: 0.3, photometric: 0.5}}
 backbone: {{name: r18, width: 0.0625, embedding_size: 16, dropout: 0.2}}
 loss: {{name: cosface, margin: 0.2, scale: 16}}
