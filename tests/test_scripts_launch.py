@@ -123,6 +123,8 @@ def _lost_steps(run: Path, total: int) -> int:
 class _Fork(ForkProcess):
     """Stands in for the subprocess.Popen of torchrun: a fork of it runs train.py."""
 
+    wait = ForkProcess.join
+
     def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: object) -> None:
         super().__init__(target=self._train, args=(args, env))
         self.start()
@@ -139,11 +141,6 @@ class _Fork(ForkProcess):
 
     def poll(self) -> int | None:
         return self.exitcode
-
-    def wait(self, timeout: float) -> None:
-        self.join(timeout)
-        if self.exitcode is None:
-            raise subprocess.TimeoutExpired("train.py", timeout)
 
 
 def _launch(way: str, *words: str) -> int | None:
