@@ -7,16 +7,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from tiny_runs import SHALLOW
 
-from backbones import BACKBONES
 from data.drawn.faces import draw_face
 from data.drawn.identity import sample_identity, sample_shot
 from scripts import face
 from utils.alignment import TEMPLATE
 
 ROOT = Path(__file__).parent.parent
-PEOPLE, PICTURES = 100, 3  # of them 30 are held out, three in each of ten folds
+PEOPLE, PICTURES = 70, 3  # of them 21 are held out, two or three in each of ten folds
 
 
 def _commands() -> list[list[str]]:
@@ -58,7 +56,6 @@ def test_the_tutorial_ends_in_a_network_that_knows_people_it_never_saw(
     commands = _commands()
     assert [words[0] for words in commands] == ["data"] * 4 + ["train", "eval", "eval"]
     _draw_photographs(tmp_path)
-    monkeypatch.setitem(BACKBONES, "r18", SHALLOW["shallow"])  # learns as much in a third of the time
     monkeypatch.chdir(tmp_path)
     scores: list[tuple[float, float]] = []
     for words in commands:
@@ -70,10 +67,10 @@ def test_the_tutorial_ends_in_a_network_that_knows_people_it_never_saw(
             assert said.out.splitlines()[-1] == f"next: face {shlex.join(commands[4])}"
         scores += _scores(said.out)
     trained, again, untrained = scores
-    # in bf16 where the processor is fast at it, in fp32: of 180 pairs a few lie so near the threshold that rounding moves them
-    assert trained[0] == pytest.approx(again[0], abs=100 * 6 / 180) and trained[1] == pytest.approx(again[1], rel=0.02)
+    # in bf16 where the processor is fast at it, in fp32: of 120 pairs a few lie so near the threshold that rounding moves them
+    assert trained[0] == pytest.approx(again[0], abs=100 * 4 / 120) and trained[1] == pytest.approx(again[1], rel=0.02)
     accuracy, auc = trained
-    assert accuracy > 65 and auc > 0.8  # chance is 50 +- 3.7 for 180 pairs, and 0.5
+    assert accuracy > 65 and auc > 0.8  # chance is 50 +- 4.6 for 120 pairs, and 0.5
     assert abs(accuracy / 100 - auc) < 0.2  # the two tell the same story
     assert auc > untrained[1]
     assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "work_dirs" / "small" / "verification.png").is_file()
