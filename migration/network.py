@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from backbones import build_backbone, list_backbones
 from utils.checkpoint.trainer import trained_names
+from utils.memory import Undrawn
 from utils.optim import build_optimizer
 
 from .checkpoint_files import MOMENTS
@@ -44,7 +45,7 @@ class RecognisedBackbone(NamedTuple):
 @functools.cache
 def _entries(name: str) -> tuple[tuple[str, ...], str, int]:
     """Return the entries of a network's state, the last of them with four dimensions, and how many rows that has at width 1."""
-    with torch.device("meta"):
+    with torch.device("meta"), Undrawn():
         full = build_backbone(name, 1).state_dict()
     last = [key for key in full if full[key].dim() == 4][-1]
     return tuple(full), last, len(full[last])
@@ -65,7 +66,7 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
         raise ValueError(f"{path}: its {len(state)} entries match none of {', '.join(names)}; others have no counterpart")
     name, width = next((pair for pair in alike if pair[1] == 1), alike[0])
     embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
-    with torch.device("meta"):
+    with torch.device("meta"), Undrawn():
         model = build_backbone(name, embedding_size, width)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}
     for key, value in state.items():
