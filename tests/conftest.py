@@ -152,6 +152,13 @@ def names_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def blank() -> Iterator[None]:
+    """Leave the pictures of a test blank where others of its file look at theirs."""
+    with importlib.import_module("tiny_runs").blank_pictures():
+        yield
+
+
+@pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect the figures of matplotlib that are saved; they are still written."""
     found: list[Any] = []

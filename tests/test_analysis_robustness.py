@@ -174,22 +174,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return a folder with weights and a set of pairs, `clean`, and the words of a command line that name the network."""
     folder = tmp_path_factory.mktemp("hard")
     torch.manual_seed(0)
-    write_tensors(folder / "net.safetensors", build_backbone("mbf", 16, 0.125, image_size=48).state_dict())
+    write_tensors(folder / "net.safetensors", build_backbone("shallow", 16, 0.125, image_size=48).state_dict())
     same = [bool(pair % 2) for pair in range(20)]
     images = [face(50 + pair + (side and not same[pair]), 2 * pair + side) for pair in range(20) for side in (0, 1)]
     write_bin(folder / "clean.bin", images, same)
-    flags = ["--backbone=mbf", "--width=0.125", "--embedding-size=16", "--image-size=48", "--device=cpu"]
+    flags = ["--backbone=shallow", "--width=0.125", "--embedding-size=16", "--image-size=48", "--device=cpu"]
     return folder, [str(folder / "net.safetensors"), *flags]
 
 
 def _distances(weights: Path, path: Path) -> list[float]:
     """Return the squared distance of each pair of a set, one picture after the other."""
-    model, pairs = build_backbone("mbf", 16, 0.125, image_size=48).eval(), read_pairs(path)
+    model, pairs = build_backbone("shallow", 16, 0.125, image_size=48).eval(), read_pairs(path)
     model.load_state_dict(read_tensors(weights))
 
     def embedded(index: int) -> torch.Tensor:
         pixels = torch.from_numpy((pairs.decode(index, 48).transpose(2, 0, 1) - 127.5) / 127.5)[None].float()
-        return torch.nn.functional.normalize((model(pixels) + model(pixels.flip(3)))[0].double(), dim=0)
+        return torch.nn.functional.normalize(model(torch.cat([pixels, pixels.flip(3)])).sum(0).double(), dim=0)
 
     with torch.inference_mode():
         return [float((embedded(a) - embedded(b)).square().sum()) for a, b in zip(pairs.first, pairs.second, strict=True)]
@@ -238,6 +238,7 @@ def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[P
     assert files == {"report.html", "results.json", "results.csv", "accuracy_clean.png", "pictures_clean.png"}
 
 
+@pytest.mark.usefixtures("blank")
 def test_a_run_that_was_stopped_goes_on_and_another_seed_does_not_take_its_rows(
     place: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -266,6 +267,7 @@ def test_a_run_that_was_stopped_goes_on_and_another_seed_does_not_take_its_rows(
     assert robustness.main(here) == 1 and robustness.main([*here, "--again"]) == 0
 
 
+@pytest.mark.usefixtures("blank")
 def test_neither_the_order_of_kinds_nor_threads_change_a_row(place: tuple[Path, list[str]], tmp_path: Path):
     folder, words = place
     words = [*words, "--targets", str(folder / "clean.bin")]

@@ -13,7 +13,7 @@ import torch
 from pictures import jpeg, picture
 from saving import ALONE, save_now
 from test_eval_main import _write_set
-from tiny_runs import error_of
+from tiny_runs import SHALLOW, error_of
 from torch import nn
 
 from backbones import build_backbone
@@ -28,13 +28,15 @@ from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
 from utils.image import normalise
 
+SIZE = 48
 
-def _model() -> nn.Module:
+
+def _model(size: int = SIZE) -> nn.Module:
     torch.manual_seed(0)
-    model = build_backbone("r18", embedding_size=16, width=0.125)
-    model.train()
+    model = SHALLOW["shallow"](16, 0.125, image_size=size)
+    model.train().apply(lambda module: setattr(module, "momentum", 1.0))
     with torch.no_grad():
-        model(torch.randn(8, 3, 112, 112))  # statistics that are not the initial ones
+        model(torch.randn(8, 3, size, size))  # statistics that are not the initial ones
     return model
 
 
@@ -50,7 +52,7 @@ class InFloat64(nn.Module):
 
 
 def _decode(number: int) -> np.ndarray:
-    return cv2.cvtColor(cv2.imdecode(np.frombuffer(jpeg(picture(number)), np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+    return cv2.cvtColor(cv2.imdecode(np.frombuffer(jpeg(picture(number, SIZE)), np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
 
 
 def _slow_embeddings(model: nn.Module, num_images: int) -> tuple[np.ndarray, np.ndarray]:
@@ -64,17 +66,18 @@ def _slow_embeddings(model: nn.Module, num_images: int) -> tuple[np.ndarray, np.
     return np.array(plain), np.array(mirrored)
 
 
-def _check_embeddings(rank: int, world_size: int, num_images: int) -> None:
+def _check_embeddings(rank: int, world_size: int, counts: list[int]) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
-    model = _model()
-    model.layer1.eval()
-    modes = [module.training for module in model.modules()]
-    network = InFloat64(model)
-    plain, mirrored = embed_images(network, _decode, num_images, world, EmbedSettings(batch_size=3))
-    assert modes == [module.training for module in model.modules()]
-    expected = _slow_embeddings(model, num_images)
-    for found, slow in zip((plain, mirrored), expected, strict=True):  # embed_images returns float32: one rounding
-        np.testing.assert_allclose(found, slow, rtol=2**-24 * 1.001, atol=1e-12)
+    for num_images in counts:
+        model = _model()
+        model.layers[1].eval()
+        modes = [module.training for module in model.modules()]
+        network = InFloat64(model)
+        found = embed_images(network, _decode, num_images, world, EmbedSettings(batch_size=3, image_size=SIZE))
+        assert modes == [module.training for module in model.modules()]
+        expected = _slow_embeddings(model, num_images)
+        for view, slow in zip(found, expected, strict=True):  # embed_images returns float32: one rounding
+            np.testing.assert_allclose(view, slow, rtol=2**-24 * 1.001, atol=1e-12)
     if world_size > 1:
         with pytest.raises(ValueError, match="image 1 is broken"):
             embed_images(network, _broken, num_images, world)
@@ -92,35 +95,35 @@ def _broken(number: int) -> np.ndarray:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("world_size", "num_images"), [(1, 8), (2, 7), (3, 7), (3, 2)])
+@pytest.mark.parametrize(("world_size", "counts"), [(1, [8]), (2, [7]), (3, [7, 2])])
 def test_ranks_share_the_images_and_give_what_one_image_at_a_time_gives(
-    run_ranks: Callable[..., None], world_size: int, num_images: int
+    run_ranks: Callable[..., None], world_size: int, counts: list[int]
 ):
-    run_ranks(_check_embeddings, world_size, num_images)
+    run_ranks(_check_embeddings, world_size, counts)
 
 
 def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatch: pytest.MonkeyPatch):
     """As on CUDA; 7 images in batches of 3, and means over 7 images of 2 classes."""
     model, shapes = InFloat64(_model()), []
     model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
-    labels, classes = np.array([0, 1, 0, 1, 0, 1, 0]), np.array([1, 0])
+    labels, classes, settings = np.array([0, 1, 0, 1, 0, 1, 0]), np.array([1, 0]), EmbedSettings(3, image_size=SIZE)
 
     def compute() -> list[np.ndarray]:
-        means, found = class_means(model, lambda n: (_decode(n), labels[n]), labels, classes, 9, ALONE.device, EmbedSettings(3))
-        return [*embed_images(model, _decode, 7, ALONE, EmbedSettings(3)), means.numpy(), found]
+        means, found = class_means(model, lambda n: (_decode(n), labels[n]), labels, classes, 9, ALONE.device, settings)
+        return [*embed_images(model, _decode, 7, ALONE, settings), means.numpy(), found]
 
     expected = compute()
-    assert (2 * 1, 3, 112, 112) in shapes  # as it is, the last batch is smaller
+    assert (2 * 1, 3, SIZE, SIZE) in shapes  # as it is, the last batch is smaller
     shapes.clear()
     monkeypatch.setattr(embed, "_wants_constant_shapes", lambda device: True)
     padded = compute()
     assert all(np.array_equal(*pair) for pair in zip(expected, padded, strict=True))
-    assert {shape for shape in shapes if shape[0] > 1} == {(6, 3, 112, 112), (3, 3, 112, 112)}  # 1: asks for the size
+    assert {shape for shape in shapes if shape[0] > 1} == {(6, 3, SIZE, SIZE), (3, 3, SIZE, SIZE)}  # 1: asks for the size
 
 
 def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
     _write_set(tmp_path / "twins.bin", 20)
-    results = dict(evaluate(Embed(_model(), ALONE, EmbedSettings(16)), load_pair_sets(tmp_path, ["twins"])))
+    results = dict(evaluate(Embed(_model(112), ALONE, EmbedSettings(16)), load_pair_sets(tmp_path, ["twins"])))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
     # 10 impostor pairs cannot carry FAR 1e-3
@@ -146,31 +149,44 @@ def test_roc_curve_is_that_of_a_loop_over_thresholds():
 def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
     images = [jpeg(picture(number)) for number in range(2)]
     pairs = PairSet("bad", images, np.zeros(20, np.int64), np.ones(20, np.int64), np.arange(20) % 2 == 0)
-    model = _model()
-    model.fc.weight.data.fill_(float("nan"))
+    model = _model(112)
+    next(model.parameters()).data.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"evaluation of bad: .*NaN"):
         list(evaluate(Embed(model, ALONE, EmbedSettings(8)), [pairs]))
 
 
+@pytest.mark.usefixtures("blank")
 def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _write_set(tmp_path / "twins.bin", 20)
-    model = _model()
+    model = _model(112)
     torch.save(model.state_dict(), tmp_path / "backbone.pth")
-    config = {"backbone": {"name": "r18", "embedding_size": 16, "width": 0.125}, "eval": {"targets": ["twins"], "path": ""},
+    config = {"backbone": {"name": "shallow", "embedding_size": 16, "width": 0.125}, "eval": {"targets": ["twins"], "path": ""},
               "data": {"path": str(tmp_path)}}  # fmt: skip
     rows = {"centres": torch.ones(2, 16)}
     checkpoint = save_now(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0})
-    bare = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--targets", "twins", "--data", str(tmp_path)]
+    weights, report = str(tmp_path / "backbone.pth"), ["--report", str(tmp_path / "out")]
+    bare = [
+        "--backbone",
+        "shallow",
+        "--embedding-size",
+        "16",
+        "--width",
+        "0.125",
+        "--targets",
+        "twins",
+        "--data",
+        str(tmp_path),
+    ]
     tables = []
-    for arguments in ([str(tmp_path)], [str(tmp_path), "--best"], [str(checkpoint)], [str(tmp_path / "backbone.pth"), *bare]):
-        assert main([*arguments, "--device", "cpu", "--report", str(tmp_path / "out")]) == 0
+    for arguments in ([str(tmp_path), *report], [str(tmp_path), "--best"], [str(checkpoint)], [weights, *bare]):
+        assert main([*arguments, "--device", "cpu"]) == 0
         tables.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("twins")])
     assert tables[0] and all(table == tables[0] for table in tables)
     _check_report(tmp_path / "out")
     for arguments, message in [
         ([str(tmp_path / "nothing")], "no run folder"),
-        ([str(tmp_path / "backbone.pth")], "--backbone"),
-        ([str(tmp_path / "backbone.pth"), *bare, "--width", "0.5"], "conv1.weight is"),
+        ([weights], "--backbone"),
+        ([weights, *bare, "--width", "0.5"], "layers.0.layers.0.weight is"),
         ([str(tmp_path), "--targets", "nothing"], "nothing.bin"),
     ]:
         assert message in error_of(main([*arguments, "--device", "cpu"]), capsys)

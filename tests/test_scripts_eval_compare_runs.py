@@ -51,6 +51,7 @@ def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path):
     assert yaml.safe_load((good / "config.yaml").read_text())["run"]["name"] == "good"
 
 
+@pytest.mark.usefixtures("blank")
 def test_a_star_needs_intervals_that_part(tmp_path: Path):
     good, near = _run(tmp_path / "good", 0.30, 3), _run(tmp_path / "near", 0.4, 3)
     found = [json.loads((folder / "results.json").read_text())["lfw"] for folder in (good, near)]
@@ -113,6 +114,7 @@ def test_results_or_metrics_that_are_none_are_named_in_one_line(
     assert one_line(capsys).startswith(f"error: {tmp_path / says}")
 
 
+@pytest.mark.usefixtures("blank")
 def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -163,6 +165,7 @@ def test_each_number_has_its_panel(tmp_path: Path, figures: list[Any]):
     }
 
 
+@pytest.mark.usefixtures("blank")
 def test_what_a_killed_run_wrote_after_its_checkpoint_does_not_count(tmp_path: Path, figures: list[Any]):
     """It resumed from step 20, with another interval of the log: steps 24 and 28 are of the part that was trained again."""
     before = [_train(step, 100.0) for step in (16, 20, 24, 28)] + [_scored(28, "lfw", 0.5, 0.5)]
