@@ -12,9 +12,9 @@ import cv2
 import numpy as np
 import pytest
 from gallery_runs import SIZE, png, write_network, write_people
-from test_scripts_deploy_card import CONFIG, _save, results  # noqa: F401
+from test_scripts_deploy_card import _save, results  # noqa: F401
 from tiny_detectors import picture, write_detector
-from tiny_runs import ROOT
+from tiny_runs import ROOT, Started, run_file
 
 from deploy import FaceNetwork, Gallery
 from scripts.deploy import embed, enrol
@@ -26,16 +26,15 @@ def test_the_lines_of_the_readme_run_from_any_folder(
     tmp_path: Path,
     results: dict[str, object],  # noqa: F811
 ):
-    known = {**CONFIG, "backbone": {**CONFIG["backbone"], "name": "mbf"}}  # to another program too
-    run = _save(tmp_path / "work_dirs" / "demo_cpu", known)
+    run = _save(tmp_path / "work_dirs" / "demo_cpu")
     (run / "results.json").write_text(json.dumps(results))
     (tmp_path / "people" / "ada").mkdir(parents=True)
     for path in ("one.png", "other.png", "visitor.png", "people/ada/0.png"):
         (tmp_path / path).write_bytes(png(0, 112))
     assert enrol.main([str(run), str(tmp_path / "people.gallery"), str(tmp_path / "people"), "--device", "cpu"]) == 0
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    places = {**os.environ, "PYTHONPATH": str(ROOT)}  # as an editable installation has it
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=places, capture_output=True, text=True)
+    (tmp_path / "block.py").write_text(block)
+    done = Started(run_file, [["block.py"]], tmp_path, place=str(tmp_path)).wait()  # which finds the project in any folder
     assert done.returncode == 0, done.stderr
     first, *found = done.stdout.splitlines()
     assert first == "True" and len(found) == 2

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +27,7 @@ from pictures import jpeg, picture
 from tiny_detectors import picture as photograph
 from tiny_detectors import write_detector
 from tiny_networks import TIMES_MATRIX, write_onnx
-from tiny_runs import ROOT, Started, error_of, wait_for
+from tiny_runs import ROOT, Started, error_of, run_module, wait_for
 
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery
@@ -435,9 +434,8 @@ def test_what_was_confirmed_before_a_kill_is_there(place: Path, tmp_path: Path):
         assert gallery.check() == len(people) and confirmed.items() <= people.items() and len(confirmed) >= 4 * rounds
 
 
-def test_a_short_attack_finds_nothing():
-    words = [sys.executable, "-m", "tests.attack.service", "--minutes", "0.05"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def test_a_short_attack_finds_nothing(tmp_path: Path):
+    done = Started(run_module, [["tests.attack.service", "--minutes", "0.05"]], tmp_path, place=str(ROOT)).wait(300)
     assert (done.returncode, done.stderr) == (0, "") and "; 0 finds" in done.stdout, done
 
 

@@ -43,9 +43,9 @@ def _network(path: Path, bias: float = 0.0) -> tuple[str, np.ndarray]:
 
 def _run_folder(folder: Path, scores: dict[int, float | None], targets: list[str], metric: str = "accuracy") -> Path:
     torch.manual_seed(0)
-    weights = build_backbone("r18", 16, 0.125).state_dict()
+    weights = build_backbone("shallow", 16, 0.125).state_dict()
     config = {
-        "backbone": {"name": "r18", "embedding_size": 16, "width": 0.125},
+        "backbone": {"name": "shallow", "embedding_size": 16, "width": 0.125},
         "eval": {"targets": targets, "path": "", "metric": metric},
         "data": {"path": str(folder)},
     }
@@ -120,7 +120,7 @@ def test_the_best_of_a_run_without_scores_is_an_error(tmp_path: Path, capsys: py
     _write_set(tmp_path / "twins.bin", 10)
     run = _run_folder(tmp_path, {1: None, 2: None}, ["twins"])
     weights = tmp_path / "backbone.pth"
-    torch.save(build_backbone("r18", 16, 0.125).state_dict(), weights)
+    torch.save(build_backbone("shallow", 16, 0.125).state_dict(), weights)
     for path, message in [
         (run, "none of the 2 checkpoint(s)"),
         (run / "checkpoints" / "step_00000001", "is one checkpoint"),
@@ -155,7 +155,7 @@ def test_errors_name_the_flags_of_the_program_and_no_keys(tmp_path: Path, capsys
         ([network, *data], "no sets to score", "--targets"),
         ([str(run / "checkpoints" / "step_00000001")], "no file", "--data"),
         ([str(run)], "trainer.pt is missing", "name another checkpoint"),
-        ([str(run), "--backbone", "r18"], "--backbone", "is a folder"),
+        ([str(run), "--backbone", "shallow"], "--backbone", "is a folder"),
     ]
     if not torch.cuda.is_available():
         cases.append(([network, "--targets", "twins", *data, "--device", "cuda"], "--device cuda", "--device cpu"))
@@ -172,10 +172,10 @@ def test_a_network_that_is_larger_than_its_weights_takes_no_memory(tmp_path: Pat
     manifest = (checkpoint / "manifest.json").read_text()
     assert '"width": 0.125' in manifest
     (checkpoint / "manifest.json").write_text(manifest.replace('"width": 0.125', '"width": 60'))
-    weights = [str(checkpoint / "backbone.safetensors"), "--backbone", "r18", "--embedding-size", "16", "--width", "60"]
+    weights = [str(checkpoint / "backbone.safetensors"), "--backbone", "shallow", "--embedding-size", "16", "--width", "60"]
     for network in ([str(checkpoint)], [str(checkpoint), "--untrained"], weights):
         assert main([*CPU, *network, "--targets", "twins", "--data", str(tmp_path)]) == 1
-        assert "conv1.weight is (16, 3, 3, 3), in this backbone it is (3840, 3, 3, 3)" in capsys.readouterr().err
+        assert "layers.0.layers.0.weight is (32, 3, 3, 3), in this backbone it is (7680, 3, 3, 3)" in capsys.readouterr().err
 
 
 # ---- sets by their paths
@@ -224,7 +224,7 @@ def test_the_page_says_what_was_evaluated_and_its_links_lead_somewhere(tmp_path:
     assert main([str(run), *CPU, "--precision", "bf16", "--report", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
-    assert facts["network"].endswith("step_00000007: r18, width 0.125, 16 numbers per face")
+    assert facts["network"].endswith("step_00000007: shallow, width 0.125, 16 numbers per face")
     assert facts["checkpoint"] == "step 7, saved with a mean accuracy of 0.9000"
     assert facts["set twins"] == f"{tmp_path / 'twins.bin'}: 20 pairs, 10 genuine, of 30 images" and facts["pairs"] == "20"
     assert facts["precision"].startswith("bf16 on cpu") and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", facts["date"])

@@ -16,7 +16,7 @@ from eval.__main__ import main as evaluate
 from scripts.eval.compare_runs import main as compare
 from utils.alignment import TEMPLATE
 
-SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--device", "cpu", "--threads", "1"]
+SMALL = ["--backbone", "shallow", "--embedding-size", "16", "--width", "0.125", "--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "faces" / side / person).mkdir(parents=True)
             (folder / "faces" / side / person / "1.jpg").write_bytes(face(ord(person[0]), len(side)))
     torch.manual_seed(0)
-    torch.save(build_backbone("r18", 16, 0.125).state_dict(), folder / "backbone.pth")
+    torch.save(build_backbone("shallow", 16, 0.125).state_dict(), folder / "backbone.pth")
     return folder
 
 

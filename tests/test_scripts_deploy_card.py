@@ -73,10 +73,9 @@ def results() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, results: dict[str, Any], request: pytest.FixtureRequest) -> Path:
-    """Return a run that has ended, with its results, of the network that the file of the test names."""
-    config = {**CONFIG, "backbone": {**CONFIG["backbone"], "name": getattr(request.module, "TRAINED", "shallow")}}
-    folder = _save(tmp_path_factory.mktemp("runs") / "small", config)
+def run(tmp_path_factory: pytest.TempPathFactory, results: dict[str, Any]) -> Path:
+    """Return a run that has ended, with its results."""
+    folder = _save(tmp_path_factory.mktemp("runs") / "small")
     (folder / "results.json").write_text(json.dumps(results))
     (folder / "verification.png").write_bytes(PNG)
     return folder
