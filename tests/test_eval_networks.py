@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper
 from pictures import jpeg, picture
 from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
-from tiny_runs import error_of, one_line, run_program, tiny_run
+from tiny_runs import error_of, one_line, run_program, small_run
 from torch import nn
 
 import train
@@ -71,9 +71,9 @@ def _pickle(path: Path, marker: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def faces(tmp_path: Path) -> list[str]:
-    path = tmp_path / "faces.bin"
+@pytest.fixture(scope="module")
+def faces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("faces") / "faces.bin"
     write_bin(path, [jpeg(picture(number)) for number in range(40)], [bool(pair % 2) for pair in range(20)])
     return ["--targets", str(path), "--device", "cpu", "--threads", "1"]
 
@@ -110,10 +110,10 @@ def test_no_program_runs_what_a_file_of_weights_holds(
     marker = tmp_path / "marker"
     (tmp_path / "theirs").mkdir()
     sound = tmp_path / "run"
-    run = tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=run")
+    run = small_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=run")
     assert train.main(run) == 0
     capsys.readouterr()
-    ours = [*tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]"), "run.name=tuned"]
+    ours = [*small_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]"), "run.name=tuned"]
     for name in ("w.pth", "w.pt", "w.safetensors", "w.pt2", "w.onnx"):
         bad = str(make(tmp_path / name, marker))  # type: ignore[operator]
         for file in ("backbone.pth", "rank_0_softmax_weight.pt"):
