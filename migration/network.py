@@ -60,12 +60,11 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
             continue
         entries, last, length = _entries(name)
         if set(entries) == set(state):
-            keys = entries
             alike.append((name, state[last].shape[:1].numel() / length))
     if not alike:
         raise ValueError(f"{path}: its {len(state)} entries match none of {', '.join(names)}; others have no counterpart")
     name, width = next((pair for pair in alike if pair[1] == 1), alike[0])
-    embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
+    embedding_size = [state[key].numel() for key in _entries(name)[0] if key.endswith(".running_mean")][-1]
     with torch.device("meta"), Undrawn():
         model = build_backbone(name, embedding_size, width)
     dtypes = {key: value.dtype for key, value in model.state_dict().items()}

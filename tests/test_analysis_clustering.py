@@ -147,8 +147,7 @@ def test_the_partition_is_that_of_a_slow_merge_with_a_threshold_for_each_size(sp
     clusters = {row: [row] for row in range(len(vectors))}
 
     def excess(a: int, b: int) -> float:
-        one, other = clusters[a], clusters[b]
-        return cosines[np.ix_(one, other)].mean() - thresholds[_class(len(one)), _class(len(other))]
+        return cosines[np.ix_(clusters[a], clusters[b])].mean() - thresholds[_class(len(clusters[a])), _class(len(clusters[b]))]
 
     excesses = {pair: excess(*pair) for pair in combinations(clusters, 2)}
     nearest = []  # to see that rounding decides nothing

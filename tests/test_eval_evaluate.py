@@ -72,11 +72,11 @@ def _check_embeddings(rank: int, world_size: int, counts: list[int]) -> None:
         model = _model()
         model.layers[1].eval()
         modes = [module.training for module in model.modules()]
-        network = InFloat64(model)
-        found = embed_images(network, _decode, num_images, world, EmbedSettings(batch_size=3, image_size=SIZE))
+        found = embed_images(network := InFloat64(model), _decode, num_images, world, EmbedSettings(3, image_size=SIZE))
         assert modes == [module.training for module in model.modules()]
-        expected = _slow_embeddings(model, num_images)
-        for view, slow in zip(found, expected, strict=True):  # embed_images returns float32: one rounding
+        for view, slow in zip(
+            found, _slow_embeddings(model, num_images), strict=True
+        ):  # embed_images returns float32: one rounding
             np.testing.assert_allclose(view, slow, rtol=2**-24 * 1.001, atol=1e-12)
     if world_size > 1:
         with pytest.raises(ValueError, match="image 1 is broken"):
@@ -165,18 +165,7 @@ def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, cap
     rows = {"centres": torch.ones(2, 16)}
     checkpoint = save_now(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0})
     weights, report = str(tmp_path / "backbone.pth"), ["--report", str(tmp_path / "out")]
-    bare = [
-        "--backbone",
-        "shallow",
-        "--embedding-size",
-        "16",
-        "--width",
-        "0.125",
-        "--targets",
-        "twins",
-        "--data",
-        str(tmp_path),
-    ]
+    bare = ["--backbone=shallow", "--embedding-size=16", "--width=0.125", "--targets", "twins", "--data", str(tmp_path)]
     tables = []
     for arguments in ([str(tmp_path), *report], [str(tmp_path), "--best"], [str(checkpoint)], [weights, *bare]):
         assert main([*arguments, "--device", "cpu"]) == 0

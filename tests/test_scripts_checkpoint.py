@@ -4,11 +4,9 @@ import json
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from saving import no_space, save_now
 from tiny_runs import FEW_IMAGES, error_of, write_dataset
 
 from backbones import build_backbone
-from backbones.iresnet import IResNet
 from eval import __main__ as evaluation
 from partial_fc.centres.shard import classes_of_slots, shard_range
 from scripts import checkpoint
@@ -31,12 +28,6 @@ from utils.distributed import World
 
 CLASSES, DIM, SEED = 11, 4, 5
 BACKBONE = {"name": "r18", "embedding_size": 16, "width": 0.125, "se": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_r18() -> Iterator[None]:
-    with mock.patch.dict("backbones.BACKBONES", r18=partial(IResNet, (1, 1, 1, 1))):
-        yield
 
 
 def _network() -> torch.nn.Module:
