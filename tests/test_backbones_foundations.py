@@ -10,7 +10,7 @@ import torch
 from real_timm import timm  # noqa: F401, a fixture
 from rounding import FP32_UNIT, rounding_bound
 from safetensors.torch import save_file
-from tiny_runs import ended_well, equal_weights, read_metrics, reshard_and_back, run_train, small_run, write_dataset
+from tiny_runs import ended_well, equal_weights, read_metrics, run_train, small_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -256,34 +256,35 @@ def test_weights_of_which_nobody_knows_the_input_are_refused(timm: Any):  # noqa
 
 
 @pytest.mark.numeric
-def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_or_more(timm: Any, tmp_path: Path):  # noqa: F811
+def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_or_more(
+    timm: Any,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
     write_dataset(tmp_path / "data", 24)
     torch.manual_seed(4)
-    theirs = timm.create_model("deit_tiny_patch16_224", num_classes=10)
-    torch.save(theirs.state_dict(), tmp_path / "deit.pth")
+    theirs = timm.create_model("test_vit", num_classes=10)
+    torch.save(theirs.state_dict(), tmp_path / "vit.pth")
     given = [
-        "backbone.name=timm:deit_tiny_patch16_224", f"init.backbone={tmp_path / 'deit.pth'}", "backbone.lora_rank=2",
+        "backbone.name=timm:test_vit", f"init.backbone={tmp_path / 'vit.pth'}", "backbone.lora_rank=2",
         "optimizer.layer_decay=0.9", "train.max_steps=2", "schedule.power=0", "backbone.freeze_norm=true", "checkpoint.every=1",
         "train.batch_size=12",
     ]  # fmt: skip
     config = small_run(tmp_path / "data", tmp_path)[0]
-
     Path(config).write_text(Path(config).read_text().replace("width: 0.125, ", ""))  # which this network lacks
     assert train.main([config, *given, "run.name=one"]) == 0
-    of_2 = [config, *given, "train.accumulation=2"]
-    ended_well(run_train(2, [*of_2, "run.name=two"]))
-    ended_well(run_train(3, [config, *given, "run.name=three"]))
-    one, *others = (read_file(list_checkpoints(tmp_path / name)[-1], BACKBONE) for name in ("one", "two", "three"))
-    norm, *norms = (read_metrics(tmp_path / name)[2]["grad_norm"] for name in ("one", "two", "three"))
-    assert norms == pytest.approx([norm] * 2, rel=rounding_bound(torch.float32, 12 * 4 * 768))  # before it is clipped
+    ended_well(run_train(2, [config, *given, "train.accumulation=2", "run.name=two"]))
+    one, two = (read_file(list_checkpoints(tmp_path / name)[-1], BACKBONE) for name in ("one", "two"))
+    norms = [read_metrics(tmp_path / name)[2]["grad_norm"] for name in ("one", "two")]
+    assert norms[1] == pytest.approx(norms[0], rel=rounding_bound(torch.float32, 12 * 4 * 192))  # before it is clipped
     for name, value in one.items():  # two updates round a number below 1; the gradients' own errors are smaller
         assert not name.endswith("lora_b") or value.abs().max() > 1e-3
-        for found in others:
-            torch.testing.assert_close(found[name], value, rtol=0, atol=8 * FP32_UNIT)
-    reshard_and_back(list_checkpoints(tmp_path / "two")[0], tmp_path / "broken")
-    ended_well(run_train(2, [*of_2, "run.name=broken"]))
-    equal_weights(tmp_path / "two", tmp_path / "broken")
+        torch.testing.assert_close(two[name], value, rtol=0, atol=8 * FP32_UNIT)
+    broken = f"checkpoint.resume={list_checkpoints(tmp_path / 'one')[0]}"
+    assert train.main([config, *given, broken, "run.name=broken"]) == 0 and list(read_metrics(tmp_path / "broken")) == [2]
+    equal_weights(tmp_path / "one", tmp_path / "broken")
     assert torch.equal(one["network.blocks.3.mlp.fc1.weight"], theirs.state_dict()["blocks.3.mlp.fc1.weight"])
-    assert "backbone.trained_scale" in run_train(1, [config, *given, "run.name=not", "loss.topology=1"]).stderr
     assert evaluate([str(tmp_path / "two"), "--device", "cpu"]) == 0
     assert export.main([str(tmp_path / "two"), "--to", "onnx", "--out", str(tmp_path / "model.onnx")]) == 0
+    assert train.main([config, *given, "run.name=not", "loss.topology=1"]) == 1
+    assert "backbone.trained_scale" in capsys.readouterr().err
