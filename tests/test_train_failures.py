@@ -1,13 +1,14 @@
 """Failures that must not hang, nor cost more than what was trained since the last checkpoint."""
 
+import contextlib
 import functools
+import io
 import json
 import math
 import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +19,8 @@ from unittest import mock
 import pytest
 import torch
 from saving import no_space, save_now
-from tiny_runs import REAL, ROOT, command_of, descendants, error_of, read_metrics, run_program, run_train, small_run, wait_for
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+from tiny_runs import error_of, read_metrics, run_program, run_train, small_run
 
 import train
 from data.record_dataset import RecordDataset
@@ -129,31 +131,33 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4, 5]
 
 
-_FULL_BOARD = """
-import sys
-sys.path.insert(0, {root!r})
-import train
-from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
-def full(*arguments):
-    raise OSError(28, "No space left on device")
-LocalFileSystem.append = full
-sys.exit(train.main(sys.argv[1:]))
-"""
+def _train_on_a_full_board(arguments: list[str]) -> int:
+    LocalFileSystem.append = no_space
+    return train.main(arguments)
 
 
 def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_thread(dataset: Path, tmp_path: Path):
-    program = tmp_path / "full_board.py"
-    program.write_text(_FULL_BOARD.format(root=str(ROOT)))
-    arguments = small_run(dataset, tmp_path, REAL, "train.max_steps=5", "log.every=1")
-    done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=120, cwd="/")
+    done = run_program(_train_on_a_full_board, [small_run(dataset, tmp_path, "train.max_steps=5", "log.every=1")])
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "Exception in thread" not in done.stderr, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("WARNING: TensorBoard, until the next start, cannot be written ("), line
 
 
+def _train_on_a_full_disk(arguments: list[str]) -> int:
+    """Train where no byte can be written to any file, and say afterwards what it said."""
+    most, out, err = resource.getrlimit(resource.RLIMIT_FSIZE)[1], io.StringIO(), io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = train.main(arguments)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    sys.stdout.write(out.getvalue())
+    sys.stderr.write(err.getvalue())
+    return status
+
+
 def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as_they_are(dataset: Path, tmp_path: Path):
-    arguments = small_run(dataset, tmp_path, REAL, "train.max_steps=2", "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]")
     assert run_train(1, arguments).returncode == 0
     run = tmp_path / "tiny"
 
@@ -162,14 +166,7 @@ def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as
 
     before = files()
     for more in (["train.max_steps=4"], ["train.max_steps=4", "run.name=new"]):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *arguments, *more],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            # no byte can be written to any file, as on a full disk; standard output is a pipe
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
-        )
+        done = run_program(_train_on_a_full_disk, [[*arguments, *more]])
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.startswith("error: run.output: the run folder") and "cannot be written" in done.stderr
         assert " step " not in done.stdout
@@ -228,22 +225,6 @@ def test_a_rank_that_fails_or_dies_ends_others_long_before_a_collective(dataset:
     assert said in done.stderr, done.stderr
     assert re.search(r"error: rank 0 in step \d+, \w+.*: another process ended", done.stderr), done.stderr
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")][-1] in (4, 8)
-
-
-def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path):
-    """Without the request for a signal they would train on as orphans, and hold the run folder against the next start."""
-    overrides = [REAL, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0"]
-    arguments = small_run(dataset, tmp_path, *overrides)
-    with subprocess.Popen(command_of(2, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
-        metrics = tmp_path / "tiny" / "metrics.jsonl"
-        wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60, process)
-        workers = descendants(process.pid)
-        process.kill()
-    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
-    (saved,) = list_checkpoints(tmp_path / "tiny")
-    assert step_of(saved) >= 3
-    again = run_train(1, small_run(dataset, tmp_path, *overrides, f"train.max_steps={step_of(saved) + 1}"))
-    assert again.returncode == 0 and f"after step {step_of(saved)}" in again.stdout
 
 
 def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -> None:
