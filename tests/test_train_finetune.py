@@ -29,7 +29,7 @@ SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoin
 
 
 def tiny_run(dataset: Path, output: Path, *overrides: str) -> list[str]:
-    return run_of(dataset, output, IRESNET, *overrides)  # its parts are named here
+    return run_of(dataset, output, IRESNET, *overrides, image_size=64)  # its parts are named here
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,11 @@ def test_a_run_begins_where_the_other_ended(source: Path, tmp_path: Path, capsys
 
 def _mean_by_hand(run: Path, arguments: list[str], label: int, of_label: slice) -> torch.Tensor:
     """Return the direction of the mean of some images of a label by the network at the end of a run."""
-    backbone = build_backbone("r18", 16, 0.125)
+    backbone = build_backbone("r18", 16, 0.125, image_size=64)
     backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
     dataset = build_dataset(train.load_config(arguments[0]).data, 0, None)
     rows = np.flatnonzero(dataset.labels() == label)[of_label]
-    pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
+    pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row), 64)[0]) for row in rows])
     with torch.inference_mode():
         embeddings = backbone.eval()((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5)
     return torch.nn.functional.normalize(torch.nn.functional.normalize(embeddings).mean(0), dim=0)
@@ -187,7 +187,7 @@ def test_rules_are_logged_and_a_run_goes_on_under_others(source: Path, tmp_path:
     said = capsys.readouterr().out
     table = [line.split() for line in said.splitlines() if line.startswith("optimizer, ")]
     assert [line[1] for line in table] == ["biases:", "layer2:", "all"] and "optimizer.rules was []" in said
-    trainable = [p for p in build_backbone("r18", 16, 0.125).parameters() if p.requires_grad]
+    trainable = [p for p in build_backbone("r18", 16, 0.125, image_size=64).parameters() if p.requires_grad]
     counts = [int(re.search(r"(\d+) parameters", " ".join(line))[1]) for line in table]
     numbers = [int(re.search(r"([\d,]+) numbers", " ".join(line))[1].replace(",", "")) for line in table]
     assert sum(counts) == len(trainable) and sum(numbers) == sum(parameter.numel() for parameter in trainable)
@@ -208,8 +208,7 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_moments(source: Path, tmp_p
     rules = [ParameterRule("norms", weight_decay=0.0), ParameterRule("layer2", 0.5), ParameterRule("fc", 0.0)]
     entries = "[{match: norms, weight_decay: 0}, {match: layer2, lr_factor: 0.5}, {match: fc, lr_factor: 0}]"
     parts = ["backbone.freeze=[layer1, layer3.0.bn1]", f"optimizer.rules={entries}"]
-    init = [f"init.backbone={source / 'tiny'}", f"init.head={source / 'tiny'}", "train.max_steps=2"]
-    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, *parts)) == 0
+    assert train.main(run_of(source / "data", tmp_path, IRESNET, *SHORT, *parts, "train.max_steps=2")) == 0
     assert export.main([str(tmp_path / "tiny"), str(tmp_path / "theirs"), "--ranks", "1"]) == 0
     assert "backbone.freeze and optimizer.rules have no counterpart" in capsys.readouterr().out
     newest = list_checkpoints(tmp_path / "tiny")[-1]
