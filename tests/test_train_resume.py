@@ -92,14 +92,15 @@ def test_a_checkpoint_of_the_older_layout_goes_on_to_the_same_bits(dataset: Path
 
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_path: Path):
     """Of two processes; test_kills_at_random_moments_lose_no_checkpoint kills one."""
-    overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.max_steps=12", "eval.every=6", IRESNET, *AUGMENTED]
+    overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.max_steps=8", "eval.every=4", IRESNET, *AUGMENTED]
+    overrides += ["checkpoint.every=2"]
     ended_well(run_train(2, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     broken = small_run(dataset, tmp_path, *overrides, "run.name=broken")
-    kill_after = random.Random(time.time_ns()).randint(5, 9)  # 12 steps in all
+    kill_after = random.Random(time.time_ns()).randint(3, 6)  # 8 steps in all
     _run_and_kill(2, broken, tmp_path / "broken" / "metrics.jsonl", kill_after)
     assert "resumed from" in ended_well(run_train(2, broken)).stdout
     equal_weights(tmp_path / "whole", tmp_path / "broken", f"killed after {kill_after} records:")
-    assert read_metrics(tmp_path / "whole")[12]["loss"] == read_metrics(tmp_path / "broken")[12]["loss"]
+    assert read_metrics(tmp_path / "whole")[8]["loss"] == read_metrics(tmp_path / "broken")[8]["loss"]
 
 
 @pytest.mark.parametrize("name", ["ghostfacenet_v2_2", "edgeface_xs"])  # IResNet: above; others run everywhere; ViT: its file
@@ -119,12 +120,12 @@ def _stop_last_process() -> None:
         time.sleep(0.5)  # until it is noted
 
 
-def _told_to_stop_in_step_5(arguments: list[str]) -> int:
+def _told_to_stop_in_step_2(arguments: list[str]) -> int:
     """Train; the last process gets a signal within the step of this number, when the labels of the next may be shared."""
     whole = train.train_step
 
     def train_step(config: Any, tasks: Any, model: Any, parallel: Any, prepared: Any, *more: Any) -> Any:
-        if prepared.number == 5:
+        if prepared.number == 2:
             _stop_last_process()
         return whole(config, tasks, model, parallel, prepared, *more)
 
@@ -151,19 +152,19 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
     dataset: Path, tmp_path: Path, num_processes: int
 ):
     """SIGTERM, or SIGUSR1 to one of three processes: all save at the same step, long before the next checkpoint is due."""
-    overrides = ["head.sample_rate=0.5", "train.max_steps=12", "train.batch_size=12", "eval.every=6", "checkpoint.every=0"]
+    overrides = ["head.sample_rate=0.5", "train.max_steps=6", "train.batch_size=12", "eval.every=3", "checkpoint.every=0"]
     overrides += ["eval.at_end=false", "checkpoint.keep_best=0"]
     ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
-    done = run_program(_told_to_stop_in_step_5, [stopped] * num_processes)
+    done = run_program(_told_to_stop_in_step_2, [stopped] * num_processes)
     (saved,) = [step_of(path) for path in list_checkpoints(tmp_path / "stopped")]
-    assert saved in ((6,) if num_processes == 1 else (6, 7)) and done.returncode == 75, done.stderr
-    assert f"saved after step {saved} of 12" in done.stderr
-    assert ("of 12, without its evaluation; " in done.stderr) == (saved == 6)
+    assert saved in ((3,) if num_processes == 1 else (3, 4)) and done.returncode == 75, done.stderr
+    assert f"saved after step {saved} of 6" in done.stderr
+    assert ("of 6, without its evaluation; " in done.stderr) == (saved == 3)
     ended_well(run_train(num_processes, stopped))
     equal_weights(tmp_path / "whole", tmp_path / "stopped")
     scored = [read_metrics(tmp_path / run, "tiny") for run in ("whole", "stopped")]
-    assert sorted(scored[0]) == sorted(scored[1]) == [6, 12]  # what the stop left out is made up
+    assert sorted(scored[0]) == sorted(scored[1]) == [3, 6]  # what the stop left out is made up
 
 
 @pytest.mark.parametrize(
@@ -515,21 +516,21 @@ def test_a_disk_that_is_full_for_a_while_costs_a_warning(
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_checkpoint_is_saved_whenever_its_minutes_are_over(dataset: Path, tmp_path: Path, num_processes: int):
     overrides = ["eval.targets=[]", "checkpoint.every=0", "checkpoint.keep_last=99", "checkpoint.every_minutes=1e-5"]
-    ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides)))
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == list(range(1, 16))
+    ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, "train.max_steps=5")))
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.numeric
 def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path, tmp_path: Path):
     """2 -> 3 -> 1 with all classes and frozen statistics: the global batches are the same, and so is their mean loss."""
     overrides = ["eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=1e-4", "train.batch_size=12", IRESNET]
-    whole = small_run(dataset, tmp_path, *overrides, "train.max_steps=9", "schedule.power=0", "run.name=whole")
+    whole = small_run(dataset, tmp_path, *overrides, "train.max_steps=6", "schedule.power=0", "run.name=whole")
     ended_well(run_train(2, whole))
-    for num_processes, steps in ((2, 3), (3, 6), (1, 9)):
+    for num_processes, steps in ((2, 2), (3, 4), (1, 6)):
         moved = small_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "schedule.power=0", "run.name=moved")
         ended_well(run_train(num_processes, moved))
     expected, got = (read_metrics(tmp_path / name) for name in ("whole", "moved"))
-    assert sorted(got) == sorted(expected) == list(range(1, 10))
+    assert sorted(got) == sorted(expected) == list(range(1, 7))
     for step in expected:
         # loss.scale times the error of the embeddings; those of the steps are independent
         assert got[step]["loss"] == pytest.approx(expected[step]["loss"], abs=16.0 * network_bound() * step**0.5), step
