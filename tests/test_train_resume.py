@@ -199,15 +199,22 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_pa
     overrides = [REAL, "head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
     ended_well(run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")))
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
-    with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        wait_for(lambda: _count_lines(tmp_path / "stopped" / "metrics.jsonl") >= 3, 120, process)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=120)[1]
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    if num_processes == 1:
+        started = Started(train.main, [stopped], tmp_path)
+        started.wait_until(lambda: _count_lines(metrics) >= 3)
+        started.send(signal.SIGINT, 0)
+        status, said = (done := started.wait()).returncode, done.stderr
+    else:
+        with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
+            wait_for(lambda: _count_lines(metrics) >= 3, 120, process)
+            process.send_signal(signal.SIGINT)
+            said, status = process.communicate(timeout=120)[1], process.returncode
     (saved,) = list_checkpoints(tmp_path / "stopped")
     assert said.count("Ctrl-C: saving and stopping after this step or the next") == 1
     assert f"stopped by SIGINT: saved after step {step_of(saved)} of 18; the same command goes on from there" in said
     if num_processes == 1:
-        assert process.returncode == 130 and "Traceback" not in said, said
+        assert status == 130 and "Traceback" not in said, said
     assert "train.py" not in said.replace("error", ""), said  # of a worker's traceback
     ended_well(run_train(num_processes, stopped))
     equal_weights(tmp_path / "whole", tmp_path / "stopped")

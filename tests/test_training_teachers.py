@@ -267,7 +267,7 @@ def test_the_average_teaches_what_it_was_before_the_step(place: Path, tmp_path: 
 def _first(place: Path, tmp_path: Path, name: str, *more: str, image_size: int = 48) -> float:
     """Return the embedding loss of the first step."""
     shared = ("eval.targets=[]", "train.max_steps=1", f"run.name={name}", "teacher.embedding=1", *more)
-    ended_well(run_program(train.main, [tiny_run(place, tmp_path, *shared, image_size=image_size)]))
+    assert train.main(tiny_run(place, tmp_path, *shared, image_size=image_size)) == 0
     return _loss(tmp_path / name)
 
 
@@ -339,7 +339,7 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
     assert min(abs(expected - loss) for loss in wrong) > 1e-4
     start = [f"init.backbone={place / 'old'}", "backbone.freeze_norm=true", "data.flip=false", "eval.targets=[]"]
     words = [*start, f"teacher.path={table}", "teacher.embedding=1", "train.max_steps=1"]
-    for count, parts in ((1, 3), (2, 1), (3, 2)):
+    for count, parts in ((1, 3), (3, 2)):
         more = [f"run.name=once_{count}", f"train.accumulation={parts}"]
         run = tiny_run(place, tmp_path, *words, *more, image_size=48, batch_size=12)
         assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
