@@ -287,7 +287,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shares = ["backbone.mask_ratio=0.25", "backbone.drop_path=0.3", "backbone.dropout=0.2"]
     length = ["train.max_steps=8", "train.accumulation=2", "checkpoint.every=3", "eval.targets=[]"]
     adamw = ["optimizer.name=adamw", "optimizer.lr=0.001"]
-    common = ["backbone.name=vit_t", "backbone.width=0.0625", "backbone.embedding_size=16", *shares, *length, *adamw]
+    common = ["backbone.name=shallow_vit", "backbone.width=0.0625", "backbone.embedding_size=16", *shares, *length, *adamw]
     whole = tiny_run(folder, folder, *common, "run.name=whole")
     ended_well(run_program(_train_and_note_masks, [whole] * 2))
     broken = tiny_run(folder, folder, *common, "run.name=broken")
@@ -322,7 +322,7 @@ def test_eval_scores_the_network_of_a_run_and_its_onnx_export_alike(folder: Path
     arguments = ["--targets", "tiny", "--data", str(folder), "--device", "cpu", "--batch-size", "7"]
     assert evaluate([str(folder / "broken"), *arguments]) == 0
     of_run = capsys.readouterr().out.splitlines()[-1]
-    model = build_backbone("vit_t", 16, 1 / 16).eval()
+    model = build_backbone("shallow_vit", 16, 1 / 16).eval()
     weights = {name: value for name, value in final_weights(folder / "broken").items() if name in model.state_dict()}
     model.load_state_dict(weights, strict=True)
     path, images = folder / "vit.onnx", torch.rand(5, 3, 112, 112) * 2 - 1
