@@ -11,6 +11,7 @@ from tiny_runs import ended_well, run_program, run_train, tiny_run
 
 import train
 from partial_fc.workspace import Workspace
+from scripts import face
 from scripts.deploy import export
 from training import step
 
@@ -19,6 +20,13 @@ def _train(arguments: list[str]) -> int:
     """Train, and say what a GPU would refuse."""
     with install():
         status = train.main(arguments)
+    print(*(f"refused: {words}" for words in sorted(refused)), sep="\n", flush=True)
+    return status
+
+
+def _run_programs(commands: list[str]) -> int:
+    with install():
+        status = max(face.main(words.split()) for words in commands)
     print(*(f"refused: {words}" for words in sorted(refused)), sep="\n", flush=True)
     return status
 
@@ -75,6 +83,19 @@ def test_the_tensors_of_each_operation_lie_on_one_device(dataset: Path, files: d
         arguments = [*_arguments(dataset, tmp_path, settings), f"train.max_steps={steps}", f"eval.targets=[{sets}]"]
         said = ended_well(run_program(_train, [arguments] * ranks)).stdout
         assert f"{ranks} x cuda" in said and words in said and "refused" not in said, said
+
+
+def test_the_programs_that_use_networks_and_tables_do_the_same(dataset: Path, files: dict[str, Path], tmp_path: Path):
+    network, table = f"{files['VIT']} --device cuda --threads 1", f"{tmp_path / 'faces.npy'}"
+    commands = [
+        f"eval {network} --targets {dataset / 'tiny.bin'} --precision bf16",
+        f"embed {network} {dataset} --processes 1 --ser-fiq --out {table}",
+        f"robustness {network} --targets {dataset / 'tiny.bin'} --kinds blur=1 --out {tmp_path / 'hard'}",
+        f"pairs {table} --out {tmp_path / 'pairs'}",
+        f"cluster {table} --threshold 0.3 --out {tmp_path / 'people.csv'}",
+    ]
+    said = ended_well(run_program(_run_programs, [commands])).stdout
+    assert "refused" not in said and "report: " in said, said
 
 
 def test_a_fault_is_seen(dataset: Path, tmp_path: Path):

@@ -346,6 +346,15 @@ def test_a_file_that_differs_from_torch_does_not_appear(
     assert _left(tmp_path / "out") == (["0.pt2"] if form == "pt2" else [])
 
 
+def test_an_operation_that_onnx_lacks_is_named(
+    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Toy, "forward", lambda self, images: torch.linalg.eigvalsh(images[:, 0, :DIM, :DIM]))
+    assert export([*toy, "--out", str(tmp_path / "out.onnx")]) == 1
+    said = one_line(capsys, *PROGRESS)
+    assert "torch.onnx cannot translate this network: No ONNX function found for <OpOverload(op='aten._linalg_eigh'" in said
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_number_that_is_none_is_never_near_the_network(place: int):
     """In the embeddings, and in their lengths."""
