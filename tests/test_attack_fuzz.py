@@ -39,11 +39,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Input
 def test_a_short_attack_on_all_inputs_finds_nothing(tmp_path: Path):
     out, report = tmp_path / "finds", tmp_path / "report.json"
     # so many cases on any machine, however long it takes; each input has some before one has many
-    arguments = ["--cases", "348", "--minutes", "9", "--seed", "5", "--out", str(out), "--json", str(report)]
+    arguments = ["--cases", "490", "--minutes", "9", "--seed", "5", "--out", str(out), "--json", str(report)]
     assert fuzz_formats.main(arguments) == 0, [path.read_text() for path in out.glob("*/said.txt")]
     found = json.loads(report.read_text())["inputs"]
     assert len(found) == 29 and not any(tally["finds"] for tally in found.values())
-    assert sum(tally["cases"] for tally in found.values()) == 348 and all(tally["cases"] for tally in found.values())
+    assert sum(tally["cases"] for tally in found.values()) == 490 and all(tally["cases"] for tally in found.values())
     assert sum(tally["read"] for tally in found.values()) > 30  # the damage is not total
     assert sum(tally["refused"] for tally in found.values()) > 100  # and not none
 
@@ -59,7 +59,7 @@ def test_case_n_of_a_seed_is_the_same_always(inputs: dict[str, Input], monkeypat
     other = fuzz_formats.load_inputs(tmp_path)
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     for name in inputs:
-        first, again = ([dump_case(make_case(name, one[name], 7, k), {}) for k in range(5)] for one in (inputs, other))
+        first, again = ([dump_case(make_case(name, one[name], 7, k), {}) for k in range(12)] for one in (inputs, other))
         assert first == again and first[3] != first[4], name
 
 
