@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 _MAX_STEPS = 4_000_000  # a genuine set takes up to 30 per image
+_MAX_DIGITS = 40  # more than any 64-bit number has
 _DTYPE = re.compile(r"[<>|=]?([biuSO])([1-9][0-9]{0,8})")  # bool, int, uint, bytes, object
 _MX_HEAD = struct.Struct("<Iii")  # magic, storage (0 = dense), number of axes; then an int64 for each axis
 _MX_TAIL = struct.Struct("<iii")  # kind of device, its number, type of the items (3 = uint8); then the items
@@ -156,17 +157,24 @@ class _Machine:
             if name not in _VALUES and name not in _ACTIONS:
                 place = f"opcode 0x{code.hex()} at byte {self.file.tell() - 1}" if code else "it has no end"
                 raise UnsafePickleError(f"it is no pickle of plain data ({place})")
-            value: Any = None
-            if name == "STRING":  # pickletools wants ASCII
-                value = codecs.escape_decode(pickletools.read_stringnl(self.file, decode=False))[0]
-            elif opcode is not None and opcode.arg is not None:
-                value = opcode.arg.reader(self.file)
+            value = self.argument(opcode)
             if name in _VALUES:
                 value = _VALUES[name](self, value)  # may replace the stack
                 self.stack.append(value)
             else:
                 _ACTIONS[name](self, value)
         raise UnsafePickleError(f"it takes more than {_MAX_STEPS} steps to build")
+
+    def argument(self, opcode: Any) -> Any:
+        """Return the argument of an opcode, None if it has none."""
+        if opcode.name == "STRING":  # pickletools wants ASCII
+            return codecs.escape_decode(pickletools.read_stringnl(self.file, decode=False))[0]
+        if opcode.arg is not None and opcode.arg.name.startswith("decimalnl"):
+            begin = self.file.tell()
+            if b"\n" not in self.file.read(_MAX_DIGITS + 1):  # earlier Pythons take hours for a million of them
+                raise UnsafePickleError(f"it holds a number of more than {_MAX_DIGITS} digits")
+            self.file.seek(begin)
+        return None if opcode.arg is None else opcode.arg.reader(self.file)
 
     def last(self, count: int) -> list[object]:
         """Pop the topmost objects, in their order."""
