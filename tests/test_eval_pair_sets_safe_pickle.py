@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def _bad_files() -> dict[str, tuple[bytes, str]]:
         "nested": (b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", "must be the pair"),
         "long number": (b"\x80\x02\x8a\x11" + b"\x01" * 17 + b".", "more than 16 bytes"),
         "number of 2 GiB": (b"\x80\x02\x8b\xff\xff\xff\x7f.", "not enough data in stream to read long4"),
-        "long number in text": (b"L" + b"9" * 100_000 + b"L\n.", "more than 40 digits"),
+        "long number in text": (b"L" + b"9" * 100_000 + b"L\n.", "a line of 100002 bytes"),
+        "number of 17 bytes in text": (b"I" + b"9" * 40 + b"\n.", "more than 16 bytes"),  # many would be a shape
         "string of 2 GiB": (b"\x80\x02T\xff\xff\xff\x7fabc.", "expected 2147483647 bytes in a string4, but only 4 remain"),
         "frame": (b"\x80\x04\x95" + b"\xff" * 8 + b".", "damaged"),
         "protocol 200": (b"\x80\xc8N.", "protocol 0 to 5"),
@@ -148,6 +150,17 @@ def test_hostile_and_broken_files_are_refused_in_one_line_without_running_anythi
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
 def test_every_hostile_oracle_file_is_refused(face_oracle: Path) -> None:
     _check_refusals(sorted((face_oracle / "oracle" / "bin" / "bad").iterdir()))
+
+
+@pytest.mark.parametrize("opcode", [b"S", b"F", b"c"])
+def test_a_line_of_nonsense_takes_little_more_memory_than_its_bytes(opcode: bytes) -> None:
+    data = opcode + bytes(1 << 20) + b"\n."
+    tracemalloc.start()
+    with pytest.raises(UnsafePickleError, match="damaged"):
+        load(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * len(data)
 
 
 def test_a_pickle_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 _MAX_STEPS = 4_000_000  # a genuine set takes up to 30 per image
-_MAX_DIGITS = 40  # more than any 64-bit number has
+_MAX_LINE = 200  # bytes of a number or a name in text
 _DTYPE = re.compile(r"[<>|=]?([biuSO])([1-9][0-9]{0,8})")  # bool, int, uint, bytes, object
 _MX_HEAD = struct.Struct("<Iii")  # magic, storage (0 = dense), number of axes; then an int64 for each axis
 _MX_TAIL = struct.Struct("<iii")  # kind of device, its number, type of the items (3 = uint8); then the items
@@ -157,7 +157,13 @@ class _Machine:
             if name not in _VALUES and name not in _ACTIONS:
                 place = f"opcode 0x{code.hex()} at byte {self.file.tell() - 1}" if code else "it has no end"
                 raise UnsafePickleError(f"it is no pickle of plain data ({place})")
-            value = self.argument(opcode)
+            value: Any = None
+            if name == "STRING":
+                value = self.quoted()
+            elif opcode is not None and opcode.arg is not None:
+                if opcode.arg.n == pickletools.UP_TO_NEWLINE and name != "UNICODE":
+                    self.check_line()
+                value = opcode.arg.reader(self.file)
             if name in _VALUES:
                 value = _VALUES[name](self, value)  # may replace the stack
                 self.stack.append(value)
@@ -165,16 +171,19 @@ class _Machine:
                 _ACTIONS[name](self, value)
         raise UnsafePickleError(f"it takes more than {_MAX_STEPS} steps to build")
 
-    def argument(self, opcode: Any) -> Any:
-        """Return the argument of an opcode, None if it has none."""
-        if opcode.name == "STRING":  # pickletools wants ASCII
-            return codecs.escape_decode(pickletools.read_stringnl(self.file, decode=False))[0]
-        if opcode.arg is not None and opcode.arg.name.startswith("decimalnl"):
-            begin = self.file.tell()
-            if b"\n" not in self.file.read(_MAX_DIGITS + 1):  # earlier Pythons take hours for a million of them
-                raise UnsafePickleError(f"it holds a number of more than {_MAX_DIGITS} digits")
-            self.file.seek(begin)
-        return None if opcode.arg is None else opcode.arg.reader(self.file)
+    def quoted(self) -> bytes:
+        """Read a string; pickletools wants ASCII, and writes all of one without quotes into its error."""
+        line = self.file.readline()
+        if len(line) < 3 or line[:1] not in (b"'", b'"') or line[-2:] != line[:1] + b"\n":
+            raise ValueError("no string in quotes")
+        return codecs.escape_decode(line[1:-2])[0]
+
+    def check_line(self) -> None:
+        """Refuse a long line: to compute with thousands of digits takes long, and errors of Python repeat what is no number."""
+        place = self.file.tell()
+        if (length := len(self.file.readline())) > _MAX_LINE:
+            raise ValueError(f"a line of {length} bytes")
+        self.file.seek(place)
 
     def last(self, count: int) -> list[object]:
         """Pop the topmost objects, in their order."""
@@ -276,10 +285,10 @@ def _short(number: int) -> int:
 
 
 _OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
-_READ = "INT BININT BININT1 BININT2 FLOAT BINFLOAT BINBYTES SHORT_BINBYTES BINBYTES8 STRING UNICODE BINUNICODE SHORT_BINUNICODE"
+_READ = "BININT BININT1 BININT2 FLOAT BINFLOAT BINBYTES SHORT_BINBYTES BINBYTES8 STRING UNICODE BINUNICODE SHORT_BINUNICODE"
 _VALUES: dict[str, Callable[[_Machine, Any], object]] = {  # opcodes that push what they return of their argument
     **dict.fromkeys((*_READ.split(), "BINUNICODE8"), lambda m, value: value),
-    **dict.fromkeys(("LONG", "LONG1", "LONG4"), lambda m, number: _short(number)),
+    **dict.fromkeys(("INT", "LONG", "LONG1", "LONG4"), lambda m, number: _short(number)),
     **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), lambda m, text: text.encode("latin-1")),
     "BYTEARRAY8": lambda m, value: bytes(value),
     **{"NONE": lambda m, _: None, "NEWTRUE": lambda m, _: True, "NEWFALSE": lambda m, _: False},
