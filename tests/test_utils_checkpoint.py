@@ -79,6 +79,19 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path):
     assert (path / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(("was", "now", "noted"), [(0.0, 0.0, 0.5), (0.9, 0.9, 0.5), (0.0, 0.9, 0.5), (0.9, 0.0, None)])
+def test_a_score_that_is_found_later_is_noted_if_it_is_of_what_was_saved(
+    tmp_path: Path, was: float, now: float, noted: float | None
+):
+    """Not if a moving average was saved, and the run has none any more."""
+    path = _save(tmp_path, ALONE, score=None)
+    manifest = {**ckpt.read_manifest(path), "config": {"train": {"ema": was}}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    ckpt.note_score(path, 0.5, {"train": {"ema": now}, "eval": {"metric": "auc"}})
+    config = {"train": {"ema": was}} | ({"eval": {"metric": "auc"}} if noted else {})
+    assert ckpt.read_manifest(path) == {**manifest, "score": noted, "config": config}
+
+
 SCORES = [0.1, None, 0.9, 0.2, 0.7, 0.8, 0.3, 0.4]
 
 

@@ -150,8 +150,13 @@ def _write_manifest(checkpoint: Path, manifest: dict[str, Any]) -> None:
 
 
 def note_score(checkpoint: Path, score: float, config: dict[str, Any]) -> None:
-    """Give a checkpoint that was saved without a score the one that a run with this configuration found later."""
+    """Give a checkpoint that was saved without a score the one that a run with this configuration found later.
+
+    It gets none if it has a moving average, which the run no longer keeps: the score is that of the weights.
+    """
     manifest = read_manifest(checkpoint)
+    if has_average(manifest) and not has_average({"config": config}):
+        return
     config = {**manifest.get("config", {}), "eval": config["eval"]}
     _write_manifest(checkpoint, {**manifest, "score": score, "config": config})
 
