@@ -154,9 +154,10 @@ def evaluate_first(
     score = evaluator.score(start_step)
     if score is None and setup.protocols:
         raise stopped(stop, config.checkpoint.resume, start_step, setup.total_steps, unrated=True)
-    if score is not None and setup.world.rank == 0 and saved in list_checkpoints(setup.folder):
+    if score is not None and setup.world.rank == 0 and saved is not None:
         with evaluator.log.tolerant(f"the score of {saved}"):
-            note_score(saved, score, setup.facts["config"])
+            if any(map(saved.samefile, list_checkpoints(setup.folder))):  # it is of this run, whatever path leads to it
+                note_score(saved, score, setup.facts["config"])
 
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:

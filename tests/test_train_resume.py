@@ -185,7 +185,8 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation_which_is_made_up(
     assert done.stdout.count(f"rank {num_processes - 1} embeds") == 1
     step, run = int(said[-1]), tmp_path / "tiny"
     assert [step_of(path) for path in list_checkpoints(run)] == [step] * (step > 0) and not read_metrics(run, "tiny")
-    ended_well(run_train(num_processes, arguments))
+    again = [f"checkpoint.resume={run}/../tiny"] * (step > 0)  # another path to it
+    ended_well(run_train(num_processes, [*arguments, *again]))
     scored = read_metrics(run, "ema/tiny" if "ema" in settings else "tiny")
     assert sorted(scored) == sorted({step, 4}) and max(read_metrics(run)) == 4
     assert {step_of(path): read_manifest(path)["score"] for path in list_checkpoints(run)} == {
