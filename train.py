@@ -148,7 +148,7 @@ def evaluate_first(
     due = config.eval.at_start and start_step == 0
     if saved is not None and start_step > 0 and setup.protocols:
         due = is_due(start_step, config.eval.every, last) and read_manifest(saved).get("score") is None
-    if not due:
+    if not distributed.all_gather_objects(due, setup.world)[0]:  # another machine may see the manifest as it was
         return
     watch.at(start_step, "evaluating", limited=False)
     score = evaluator.score(start_step)

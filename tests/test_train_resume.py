@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,6 +193,15 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation_which_is_made_up(
     assert {step_of(path): read_manifest(path)["score"] for path in list_checkpoints(run)} == {
         made: figures["accuracy"] for made, figures in scored.items() if made
     }
+
+
+def test_the_first_process_decides_whether_an_evaluation_is_made_up(monkeypatch: pytest.MonkeyPatch):
+    """It may have put the score into the manifest, of which another machine still sees the one before."""
+    monkeypatch.setattr(train, "read_manifest", lambda path: {"score": None})
+    monkeypatch.setattr(train.distributed, "all_gather_objects", lambda value, world: [False, value])
+    config, setup, never = mock.MagicMock(), mock.MagicMock(total_steps=3), mock.Mock()
+    train.evaluate_first(config, setup, 3, never, never, never)
+    assert not never.mock_calls
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
