@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from utils import program
+from utils.cli import progress
 from utils.program import StopSignal, run_main
 
 LIBC = ctypes.CDLL(None)
@@ -80,3 +81,10 @@ def test_no_place_for_temporary_files_or_sockets_is_a_line(monkeypatch: pytest.M
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ") and first.endswith("set TMPDIR to a folder that can be written")
     assert second.startswith("error: ") and second.endswith("set TMPDIR to a folder with a shorter path")
+
+
+def test_a_bar_that_is_not_shown_starts_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tqdm.tqdm", pytest.fail)
+    with progress(range(2), 2, "counting", "number", shown=False) as bar:
+        bar.update(1)
+        assert list(bar) == [0, 1]

@@ -44,12 +44,27 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     return Parser(prog=command, description=docstring)
 
 
+class _Hidden(list):
+    """The items, in place of a bar that is not shown: tqdm would start a thread, and from Python 3.14 on a process, too."""
+
+    def __enter__(self) -> "_Hidden":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, count: int) -> None:
+        """Do nothing."""
+
+
 def progress(items: Iterable, total: int | None, what: str, unit: str, delay: float = 0.0, shown: bool = True) -> "tqdm":
     """Return the items under a progress bar, shown after a delay, which writes fewer lines if stderr is not a terminal."""
+    if not shown:
+        return _Hidden(items)
     from tqdm import tqdm
 
     more = {"delay": delay, "mininterval": 0.1 if os.isatty(2) else 5.0, "position": 0}  # no cursor is moved for one in another
-    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=not shown, **more)
+    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", **more)
 
 
 def warn(*lines: str) -> None:
