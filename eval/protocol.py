@@ -20,6 +20,7 @@ from .embed import EmbedSettings, embed_images
 Figures = Mapping[str, float | None]  # None: too few pairs or probes to measure it
 Decode = Callable[[int, int], np.ndarray]  # image number, size -> (size, size, 3) uint8 RGB; ValueError if it cannot
 Computed = TypeVar("Computed")
+STOPPED = "stopped before its end"  # in the error of an evaluation that was stopped, on every rank
 
 
 class Embed(NamedTuple):
@@ -61,7 +62,7 @@ class Embed(NamedTuple):
 
     def _check(self) -> None:
         if self.is_stopped():
-            raise ValueError("stopped before its end")
+            raise ValueError(STOPPED)
 
 
 class Result(ABC):

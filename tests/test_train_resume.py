@@ -37,11 +37,12 @@ from tiny_runs import (
 )
 
 import train
-from eval import embed
+from eval import embed, monitor
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.format import list_checkpoints, read_manifest, step_of
 from utils.checkpoint.reading import check_hashes, read_trainer
 from utils.checkpoint.tensor_file import write_object
+from utils.distributed import SharedError, World
 from utils.log import RunLog
 
 AUGMENTED = ["augment.crop=0.3", "augment.photometric=0.5", "augment.blur=0.3", "augment.cutout=0.5", "augment.jpeg=0.3"]
@@ -193,6 +194,16 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation_which_is_made_up(
     assert {step_of(path): read_manifest(path)["score"] for path in list_checkpoints(run)} == {
         made: figures["accuracy"] for made, figures in scored.items() if made
     }
+
+
+def test_the_error_of_a_process_that_ends_in_an_evaluation_is_said_by_the_others(monkeypatch: pytest.MonkeyPatch):
+    """They ask it nothing, whose end would hide the error."""
+    monkeypatch.setattr(monitor, "broadcast_module", lambda *_: None)
+    broken = mock.Mock(score=mock.Mock(side_effect=SharedError("rank 1: RuntimeError: odd")))
+    world = World(0, 2, 0, 2, torch.device("cpu"))
+    evaluator = monitor.Evaluator(mock.Mock(), [broken], world, embed.EmbedSettings(), "auc", mock.Mock(), "run", 3, Path())
+    with pytest.raises(SharedError, match=r"rank 1: RuntimeError: odd\. If the set is at fault"):
+        evaluator.score(3)
 
 
 def test_the_first_process_decides_whether_an_evaluation_is_made_up(monkeypatch: pytest.MonkeyPatch):
