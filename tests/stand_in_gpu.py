@@ -144,6 +144,7 @@ def install() -> contextlib.AbstractContextManager[None]:
         **{"is_available": True, "device_count": 2, "set_device": None, "get_device_capability": (9, 0)},
         **{"synchronize": None, "mem_get_info": (1 << 36, 1 << 36), "max_memory_allocated": 0},
         **{"current_stream": _Idle(), "stream": contextlib.nullcontext(), "device_of": contextlib.nullcontext()},
+        "is_current_stream_capturing": False,
         "cudart": SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
     }
     for name, answer in answers.items():
