@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import Margin, Published, State
-from .ranges import cosine_margin, number_in
+from .margin import Margin, Published, State, cosine_margin, number_in
 
 _SHORTEST, _LONGEST = 1e-3, 100.0  # norms beyond these are taken as these
 _EPS = 1e-3  # added to the standard deviation

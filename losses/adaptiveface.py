@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import ClassNumber, Margin, Published, State
-from .ranges import cosine_margin, number_in
+from .margin import ClassNumber, Margin, Published, State, cosine_margin, number_in
 
 
 class AdaptiveFace(Margin):

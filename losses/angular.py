@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, off_the_poles, sin_of
-from .margin import Margin, Published, State
+from .margin import Margin, Published, State, angle_margin
 from .negatives import Negatives, negatives_of
-from .ranges import angle_margin
 
 
 class LiArcFace(Margin):

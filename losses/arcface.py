@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import Margin, Published
-from .ranges import angle_margin
+from .margin import Margin, Published, angle_margin
 
 
 class ArcFace(Margin):

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import Margin, Published, State
+from .margin import Margin, Published, State, cosine_margin
 from .negatives import Negatives, negatives_of
-from .ranges import cosine_margin
 
 
 class Circle(Margin):

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32, psi
-from .margin import Margin, Published
-from .ranges import angle_margin, cosine_margin, number_in
+from .margin import Margin, Published, angle_margin, cosine_margin, number_in
 
 
 class Combined(Margin):

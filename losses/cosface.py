@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import Margin, Published
-from .ranges import cosine_margin
+from .margin import Margin, Published, cosine_margin
 
 
 class CosFace(Margin):

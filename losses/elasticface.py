@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import Margin, Published, State
-from .ranges import angle_margin, cosine_margin, number_in, one_of
+from .margin import Margin, Published, State, angle_margin, cosine_margin, number_in, one_of
 
 _PUBLISHED = {  # margin and standard deviation, by kind and plus
     ("arc", False): (0.5, 0.05),

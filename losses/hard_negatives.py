@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .angles import at_least_float32, bare_cos_of_sum, cos_of_sum
 from .arcface import ArcFace
-from .margin import Margin, Published, State
+from .margin import Margin, Published, State, angle_margin, cosine_margin, number_above, number_in, one_of
 from .negatives import Negatives, negatives_of
-from .ranges import angle_margin, cosine_margin, number_above, number_in, one_of
 
 
 class CurricularFace(ArcFace):

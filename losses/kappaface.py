@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import ClassNumber, Margin, Published, Ranks
-from .ranges import angle_margin, number_in
+from .margin import ClassNumber, Margin, Published, Ranks, angle_margin, number_in
 
 _LEAST_SPREAD = 1e-3  # of 1 - r^2, so that equal images of one class do not give it an infinite concentration
 _FEWEST = 2.0  # images by which a concentration can be estimated

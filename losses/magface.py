@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum, sin_of
-from .margin import Margin, Published
-from .ranges import angle_margin, number_above, number_in
+from .margin import Margin, Published, angle_margin, number_above, number_in
 
 
 class MagFace(Margin):

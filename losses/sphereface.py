@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .angles import at_least_float32, psi
 from .combined import Combined
-from .margin import Margin, Published, State
-from .ranges import number_in
+from .margin import Margin, Published, State, number_in
 
 
 class SphereFace(Margin):

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .angles import at_least_float32
-from .margin import Margin, Published, State
+from .margin import Margin, Published, State, cosine_margin, number_in
 from .negatives import Negatives, negatives_of
-from .ranges import cosine_margin, number_in
 
 
 class SphereFace2(Margin):
