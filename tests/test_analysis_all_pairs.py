@@ -11,8 +11,7 @@ import pytest
 from faulty_disk import interrupted
 
 import analysis.all_pairs
-from analysis.all_pairs import accepted_at, count_pairs, points_at
-from analysis.pairs_report import rates_of
+from analysis.all_pairs import accepted_at, count_pairs, points_at, rates_of
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import open_journal
 from deploy.results import read_results

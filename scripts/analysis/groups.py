@@ -21,8 +21,7 @@ from pathlib import Path
 import xxhash
 
 from analysis.group_files import read_groups, read_pair_list
-from analysis.groups import Grouped, Outcome, measure_list, measure_table
-from analysis.groups_report import summary, write_groups
+from analysis.groups import Grouped, Outcome, measure_list, measure_table, summary, write_groups
 from deploy.embed.source import open_pixels
 from deploy.journal import check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of

@@ -11,8 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.all_pairs import NUM_BINS, count_pairs
-from analysis.pairs_report import write_pairs
+from analysis.all_pairs import NUM_BINS, count_pairs, write_pairs
 from deploy.embed.source import open_pixels
 from deploy.journal import check_new, open_journal
 from eval.embedding_table import read_table, stamps_of

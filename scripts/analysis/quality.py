@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.all_pairs import NUM_BINS, count_pairs, points_at
-from analysis.quality import error_versus_discard, read_measures
-from analysis.quality_report import COLUMNS, GATE_COLUMNS, gate_rows, rows_of, write_quality
+from analysis.quality import COLUMNS, GATE_COLUMNS, error_versus_discard, gate_rows, read_measures, rows_of, write_quality
 from deploy.embed.source import open_pixels
 from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
