@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from easydict import EasyDict
@@ -343,7 +343,7 @@ def is_due(done: int, every: int, total_steps: int) -> bool:
     return done == total_steps or (every > 0 and done % every == 0)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("python train.py", __doc__)
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")

@@ -40,7 +40,7 @@ from .protocol import Embed, Protocol, Result
 from .report import format_table, write_report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face eval", __doc__)
     add_network_arguments(parser, newest=True)
     sets = "sets to score: names in --data, paths, ijbb:DIR, ijbc:DIR, identify:DIR; default: those of the run's config"

@@ -42,7 +42,7 @@ from utils.program import run_main
 _ROWS_AT_ONCE = 1 << 13  # class centres
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face checkpoint", __doc__)
     kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|reshard|merge|average")
     for name, text in (("show", "print the contents"), ("verify", "check that it is complete")):

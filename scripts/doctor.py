@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Pin(NamedTuple):
     purpose: str  # its comment
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     # not run_main: it needs torch, and this program says whether that is there
     parser = make_parser("face doctor", __doc__)
     parser.add_argument("--runs", type=Path, default=Path("work_dirs"), metavar="DIR", help="folder of run folders")

@@ -9,7 +9,6 @@ if __name__ == "__main__":
 import ast
 import importlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from utils.cli import leave_closed_output
@@ -48,7 +47,7 @@ VERBS: dict[str, dict[str, str]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the program that the first words name; return its exit status."""
     try:
         return _start(list(sys.argv[1:] if arguments is None else arguments))

@@ -18,7 +18,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("python -m scripts.tables", __doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE", help="Markdown files")
     return run_main(write, parser.parse_args(arguments).pages)

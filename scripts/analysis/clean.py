@@ -12,7 +12,6 @@ Example: face clean set.npy set --out labels --tests lfw.npy
 
 import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from utils.program import run_main
 from utils.text import prefix_errors
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face clean", __doc__)
     parser.add_argument("table", type=Path, help="table of face embed of the images of SET: .npy or .parquet")
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")

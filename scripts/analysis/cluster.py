@@ -14,7 +14,6 @@ Example: face cluster new.npy --calibrate lfw.npy --far 1e-4 --out people.csv --
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from utils.text import prefix_errors
 _FAR_MORE = 4  # times the faces of a person of --calibrate, which a person here is not likely to have
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face cluster", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file to write")

@@ -15,7 +15,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -32,7 +31,7 @@ from utils.program import run_main
 _ALIKE = 20  # pairs
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face groups", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -8,7 +8,6 @@ Example: face pairs features.npy --out pairs --pictures people
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.all_pairs import NUM_BINS, count_pairs, write_pairs
@@ -22,7 +21,7 @@ from utils.program import run_main
 from utils.text import plain_table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face pairs", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")

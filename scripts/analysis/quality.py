@@ -10,7 +10,6 @@ Example: face quality features.npy --columns norm UnifiedQualityScore --from ofi
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from utils.program import run_main
 from utils.text import did_you_mean, one_line, plain_table, prefix_errors
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face quality", __doc__)
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--columns", nargs="+", default=["norm"], metavar="NAME", help="measures to compare")

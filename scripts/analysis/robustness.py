@@ -13,7 +13,6 @@ Examples:
 
 import argparse
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.degrade import KINDS, parse_kinds
@@ -28,7 +27,7 @@ from utils.distributed import all_gather_objects, init_distributed, raise_on_all
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face robustness", __doc__)
     parser.add_argument("networks", type=Path, nargs="+", metavar="NETWORK", help="as for face eval")
     add_network_arguments(parser, positional=False)

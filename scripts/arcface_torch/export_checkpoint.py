@@ -10,7 +10,6 @@ Of the schedule only the position is stored, and only by checkpoint_gpu; arcface
 Example: face migrate export work_dirs/ms1mv3_r50 exported --ranks 8
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from migration.arcface_torch import export_checkpoint
@@ -19,7 +18,7 @@ from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face migrate export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", type=Path, help="folder to create")

@@ -7,7 +7,6 @@ The class centres are written block by block, without a second copy in memory.
 Example: face migrate checkpoint arcface_torch/work_dirs/ms1mv3_r50 work_dirs/mine --num-classes 93431
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from migration.arcface_torch import import_checkpoint
@@ -16,7 +15,7 @@ from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face migrate checkpoint", __doc__)
     parser.add_argument("source", type=Path, help="folder with the files of arcface_torch")
     parser.add_argument("run", type=Path, help="run folder to write into, work_dirs/NAME for run.name=NAME")

@@ -40,7 +40,7 @@ _SECRET = re.compile(r"key|token|secret|password", re.I)
 _OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the key `loss` of 2021
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face migrate config", __doc__)
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")

@@ -42,7 +42,7 @@ _QUICK = ("r18", "mbf")
 Row = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench backbones", __doc__)
     count = int_in_range(1)
     parser.add_argument("--names", nargs="+", default=[], metavar="NAME", help="values of backbone.name; default: all")

@@ -22,7 +22,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
@@ -77,7 +76,7 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
     return matmul_dtype("auto", AUTOCAST[options.precision], device, is_fast_in_bf16(device))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench capacity", __doc__)
     parser.add_argument("--gpus", type=int_in_range(1), default=1, help="processes that share the classes")
     parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from .kit import add_common_arguments, seconds_of, write_json
 _DIM = 512
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench checkpoint", __doc__)
     parser.add_argument("--classes", type=int, help="classes (default: 200000, half of them with less than 8 GiB free)")
     parser.add_argument("--backbone", default="r50", help="(default r50)")

@@ -19,7 +19,7 @@ import shutil
 import statistics
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ _CPU = torch.device("cpu")
 _BATCH = 256
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench data", __doc__)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
     count = int_in_range(1)

@@ -10,7 +10,7 @@ Example: face bench eval --quick
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ _INTERVAL = 2000  # optimizer steps between evaluations
 _STEPS = 3  # optimizer steps that are timed together
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench eval", __doc__)
     parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded")
     parser.add_argument("--processes", type=int, default=2, help="processes that share the images")

@@ -9,7 +9,7 @@ Example: face bench gallery --quick
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_o
 _IMAGES, _SIZE, _BLOCK, _FOUND = 4, 512, 4096, 5  # of a person; numbers of a vector; people drawn at once; people found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench gallery", __doc__)
     parser.add_argument("--people", type=int_in_range(_FOUND), default=250_000, help="with four images each")
     parser.add_argument("--queries", type=int_in_range(1), nargs="+", default=[1, 256], help="searched at once")

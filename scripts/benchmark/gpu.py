@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +67,7 @@ PARTS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench gpu", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all, in this order")

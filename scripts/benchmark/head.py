@@ -20,7 +20,7 @@ import importlib
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ _COLOURS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench head", __doc__)
     parser.add_argument("--classes", type=int, nargs="+", help="identities over all ranks; default 100000 and 1000000")
     parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")

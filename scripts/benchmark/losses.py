@@ -86,11 +86,11 @@ _OF_A_ROW = ("run.seed", "loss", "head.sample_rate", *_HEAD_KEYS)
 _BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     return run_main(benchmark, parse(arguments))
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = make_parser("face bench losses", __doc__)
     names = f"all, or among {', '.join(SETTINGS)}; default: all but variants"

@@ -13,7 +13,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ _BLOCK = 65536  # centres drawn at once
 _NEIGHBOURS = 10  # head.neighbours
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     positive = int_in_range(1)
     parser = make_parser("face bench neighbours", __doc__)
     parser.add_argument("--classes", type=int_in_range(2), nargs="+", default=[100_000], help="numbers of identities")

@@ -12,7 +12,6 @@ Example: face bench numerics --quick
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench numerics", __doc__)
     parser.add_argument("--classes", type=int, default=12288, help="identities")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")

@@ -7,7 +7,6 @@ Example: face bench pairs --quick
 
 import argparse
 import statistics
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from .kit import add_common_arguments, machine, seconds_of, take_turns, write_js
 _IMAGES, _SIZE = 10, 512  # of a person; numbers of a vector
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench pairs", __doc__)
     parser.add_argument("--people", type=int_in_range(2), default=10_000, help="with ten images each")
     add_common_arguments(parser, "1,500 people: under a minute on two cores", device=False, rounds=3)

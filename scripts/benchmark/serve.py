@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ _CLIENTS = (1, 4, 16)
 _HEADERS = {"Content-Type": "application/octet-stream"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench serve", __doc__)
     parser.add_argument("--backbone", default="r18", help="network (default: %(default)s)")
     parser.add_argument("--width", type=float, default=1.0, help="its width (default: %(default)s)")

@@ -180,7 +180,7 @@ _REFERENCE_LOOP = Path(__file__).parent / "arcface_torch_loop.py"
 _NAMES = {"ours": "ours", "plain": "plain, fp32", "reference": "arcface_torch"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face bench train", __doc__)
     count = int_in_range(1)
     names = [name for name in list_backbones() if not name.startswith("vit_kprpe")]  # which need landmarks

@@ -13,7 +13,6 @@ Example: face data align people landmarks.csv aligned
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from utils.program import run_main
 from utils.text import prefix_errors
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data align", __doc__)
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels; the header is optional")

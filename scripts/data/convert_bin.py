@@ -10,7 +10,6 @@ Example: face data convert_bin lfw.bin cfp_fp.bin --out sets
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data convert_bin", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")

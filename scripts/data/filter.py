@@ -12,7 +12,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from utils.files import read_lines
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data filter", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="folder of the new set")

@@ -15,7 +15,6 @@ Examples:
 import argparse
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from data.datasets import FolderDataset
@@ -30,7 +29,7 @@ from utils.parallel import map_in_order
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data folder_to_rec", __doc__)
     parser.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or a .lst of insightface or im2rec")
     parser.add_argument("out", type=Path, help="folder of the set")

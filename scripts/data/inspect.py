@@ -119,7 +119,7 @@ class Findings:
         return found + [(what, f"{count:,}", why) for what, count, why in counted if count]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data inspect", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")

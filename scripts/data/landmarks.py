@@ -8,7 +8,6 @@ Example: face data landmarks datasets/demo landmarks.npy --detector yunet.onnx
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from utils.parallel import map_in_order
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data landmarks", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help=".npy file")

@@ -13,7 +13,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from utils.program import run_main
 from utils.text import prefix_errors
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data merge", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a folder per identity; list files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new set")

@@ -17,7 +17,7 @@ Examples:
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from utils.text import prefix_errors
 Pair = tuple[Path, Path, bool]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data pairs_to_bin", __doc__)
     kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
     lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")

@@ -7,7 +7,6 @@ Example: face data rec_to_folder set pictures --classes 0:10
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from utils.image import IMAGE_STARTS
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data rec_to_folder", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder for the pictures")

@@ -40,7 +40,7 @@ class Fault(NamedTuple):
     reason: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data repair", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("--out", type=Path, help="folder for a copy of the sound images; decodes every image")

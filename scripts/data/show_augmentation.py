@@ -8,7 +8,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from utils.report.contact_sheet import sheet
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data show_augmentation", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="PNG file")

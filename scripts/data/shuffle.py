@@ -7,7 +7,6 @@ Example: face data shuffle set shuffled --seed 1
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from utils.randomness import permute
 _AHEAD = 4096  # images that are prefetched at once
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data shuffle", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")

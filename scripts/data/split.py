@@ -11,7 +11,6 @@ Example: face data split set cut --held-out 200
 
 import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data split", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")

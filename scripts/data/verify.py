@@ -11,7 +11,6 @@ Example: face data verify datasets/demo lfw.bin
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
 _SHOWN = 20  # bad images that are printed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face data verify", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="training sets; .bin, .safetensors or .csv files of pairs")
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")

@@ -58,7 +58,7 @@ class DrawnPicture(NamedTuple):
     number: int
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face demo_data", __doc__)
     parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to create")
     parser.add_argument("--identities", type=int, default=500, help="people in the training set")

@@ -14,7 +14,6 @@ Examples:
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.embed.adapter import KINDS, fit, write_adapter
@@ -29,7 +28,7 @@ from utils.program import run_main
 from utils.text import markdown_table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face adapt", __doc__)
     parser.add_argument("old", type=Path, help="network of the galleries, or table")
     parser.add_argument("new", type=Path, help="network that replaces it, or table")

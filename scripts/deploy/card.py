@@ -13,7 +13,6 @@ Examples:
   face card work_dirs/demo_cpu --best --results report/results.json --out card
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.card.card import write_card
@@ -22,7 +21,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face card", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the card")

@@ -12,7 +12,6 @@ detect.jsonl    what is done, so that an interrupted run can be continued: start
 Example: face detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet faces.png
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.faces.detect import run
@@ -24,7 +23,7 @@ from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face detect", __doc__)
     parser.add_argument("folder", type=Path, help="folder of photographs, with or without sub-folders")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")

@@ -20,7 +20,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.embed.parts import Parts, default_processes, embed_parts, open_network
@@ -37,7 +36,7 @@ from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face embed", __doc__)
     add_network_arguments(parser)
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders, or a training set")

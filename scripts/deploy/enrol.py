@@ -13,7 +13,6 @@ Examples:
   face enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.faces.detector import add_detector_arguments
@@ -25,7 +24,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face enrol", __doc__)
     parser.add_argument("words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] FOLDER", help="a folder may be a picture")
     add_network_arguments(parser, positional=False)

@@ -17,7 +17,6 @@ Examples:
   face export work_dirs/ms1mv3_r50 --pack hub --fields card/card.yaml --out my_network
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.export.export import SUFFIXES, export
@@ -26,7 +25,7 @@ from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face export", __doc__)
     add_choice_of_network(parser, newest=True)
     parser.add_argument("--to", choices=tuple(SUFFIXES), help="form of the file (default: as the name of FILE ends)")

@@ -17,7 +17,6 @@ Examples:
   face search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.faces.detector import add_detector_arguments
@@ -30,7 +29,7 @@ from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face search", __doc__)
     parser.add_argument("words", type=Path, nargs="*", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, videos, folders")
     parser.add_argument("--camera", type=int_in_range(0, 99), metavar="N", help="search what this camera sees, until Ctrl-C")

@@ -17,7 +17,6 @@ Examples:
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -39,7 +38,7 @@ from utils.text import pip_install
 _PATIENCE = 5.0  # seconds that an enrolment waits for another process; searches wait for it
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face serve", __doc__)
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)

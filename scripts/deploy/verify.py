@@ -10,7 +10,6 @@ Example: face verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --fa
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from utils.text import one_line
 DIFFERENT = 3  # exit status
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face verify", __doc__)
     add_network_arguments(parser, newest=True)
     parser.add_argument("a", type=Path, help="a picture")

@@ -55,7 +55,7 @@ class Run(NamedTuple):
     config: dict[str, str]  # section.key -> value; {} for a folder of results alone
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of face eval --report")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/comparison"), help="folder of the comparison")

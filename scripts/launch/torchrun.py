@@ -11,12 +11,11 @@ Ctrl-C may. `face train` starts it. It works from any folder.
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run torchrun with these arguments; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     here = Path(__file__).resolve().parent

@@ -38,7 +38,7 @@ _ROOT = Path(__file__).parents[2]
 _PORT = 29500
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("face train", __doc__)
     parser.add_argument("config", help="name of a file in configs/, such as demo_cpu, or the path of a YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")
