@@ -25,8 +25,7 @@ from eval.verification import OperatingPoint, equal_rate
 from utils.cli import progress
 from utils.files import write_file
 from utils.parallel import map_in_order, torch_threads
-from utils.report.contact_sheet import make_figure, png_of, sheet
-from utils.report.page import Page
+from utils.report import Page, make_figure, png_of, sheet
 from utils.text import one_line
 
 from .intervals import Spread, make_rate

@@ -10,8 +10,7 @@ import numpy as np
 
 from data.base import FaceDataset
 from data.decisions import Decision
-from utils.report.contact_sheet import captioned_sheet, make_figure, png_of
-from utils.report.page import Page
+from utils.report import Page, captioned_sheet, make_figure, png_of
 
 from .cleaning import Found
 from .mixture import BINS, histogram

@@ -25,8 +25,7 @@ from data.base import FaceDataset
 from deploy.journal import Journal
 from utils.cli import progress
 from utils.precision import is_fast_in_bf16
-from utils.report.contact_sheet import captioned_sheet
-from utils.report.page import Page
+from utils.report import Page, captioned_sheet
 
 from .all_pairs import count_pairs, points_at
 from .cleaning import row_keys

@@ -13,8 +13,7 @@ import numpy as np
 from deploy.journal import Journal
 from utils.cli import progress
 from utils.files import write_csv, write_file
-from utils.report.contact_sheet import make_figure, png_of, set_colours
-from utils.report.page import Page
+from utils.report import Page, make_figure, png_of, set_colours
 from utils.text import label_text, one_line, plain_table
 
 from .all_pairs import EXTREMES, NUM_BINS, Extremes, PairCounts, accepted_at, count_pairs, genuine_pairs, show_extremes

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from utils.files import read_csv, shown, write_csv, write_file
-from utils.report.contact_sheet import captioned_sheet, make_figure, png_of, set_colours
-from utils.report.page import Page
+from utils.report import Page, captioned_sheet, make_figure, png_of, set_colours
 from utils.text import one_line, prefix_errors
 
 from .all_pairs import genuine_pairs

@@ -22,8 +22,7 @@ from eval.verification import VerificationResult
 from utils.distributed import World
 from utils.files import write_csv, write_file
 from utils.image import resize_square
-from utils.report.contact_sheet import make_figure, png_of, set_colours, sheet
-from utils.report.page import Page
+from utils.report import Page, make_figure, png_of, set_colours, sheet
 from utils.text import label_text
 
 from .degrade import KINDS, degrade

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from utils.files import write_file
-from utils.report.contact_sheet import make_figure, png_of, set_colours, sheet
-from utils.report.page import Page
+from utils.report import Page, make_figure, png_of, set_colours, sheet
 from utils.text import label_text, markdown_table, markdown_text, plain_table
 
 from .pair_sets.bin_file import PairSet

@@ -6,7 +6,7 @@ import gc
 from backbones import BACKBONES
 from configs import load_config
 from tests.tiny_runs import SHALLOW
-from utils.report.contact_sheet import make_figure, png_of
+from utils.report import make_figure, png_of
 
 BACKBONES.update(SHALLOW)
 load_config("demo_cpu")  # the first configuration and the first picture of a process take long

@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from utils.report.contact_sheet import captioned_sheet, sheet
+from utils.report import captioned_sheet, sheet
 
 SIDE = 112
 

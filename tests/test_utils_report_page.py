@@ -9,7 +9,7 @@ import pytest
 
 from scripts.analysis import groups, pairs
 from utils.files import write_csv
-from utils.report.page import Page
+from utils.report import Page
 
 MARKUP = [
     "<script>alert(1)</script>",

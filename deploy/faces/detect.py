@@ -17,7 +17,7 @@ from utils.cli import progress
 from utils.files import check_file, read_bytes, shown, write_csv, write_file
 from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import map_in_order
-from utils.report.contact_sheet import sheet
+from utils.report import sheet
 
 from ..gallery.gate import Gate
 from ..journal import Journal, open_journal

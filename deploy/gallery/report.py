@@ -16,7 +16,7 @@ from eval.verification import unit_rows
 from utils.cli import progress
 from utils.files import check_folder_of, shown, write_file
 from utils.parallel import map_in_order
-from utils.report.contact_sheet import captioned_sheet
+from utils.report import captioned_sheet
 from utils.text import one_line
 
 from ..embed.embedder import Embedder, open_embedder

@@ -31,7 +31,7 @@ from utils.image import IMAGE_SIZE
 from utils.memory import backbone_memory, forward_operations
 from utils.precision import AUTOCAST
 from utils.program import run_main
-from utils.report.contact_sheet import make_figure
+from utils.report import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
 from .kit import add_common_arguments, clock, gpu_figures, machine, take_turns, write_into_page, write_json

@@ -40,7 +40,7 @@ from utils.cli import int_in_range, make_parser
 from utils.memory import free_bytes
 from utils.precision import set_tf32
 from utils.program import run_main
-from utils.report.contact_sheet import make_figure
+from utils.report import make_figure
 
 from .kit import CALLS, add_common_arguments, bare_seconds, gpu_figures, machine, peak_bytes, run_ranks, seconds_of, write_json
 from .plain import PlainHead

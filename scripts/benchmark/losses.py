@@ -50,7 +50,7 @@ from utils.files import check_folder_of, read_text, shown, write_file
 from utils.machine import num_cores
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
-from utils.report.contact_sheet import make_figure
+from utils.report import make_figure
 from utils.text import markdown_table
 
 from .kit import machine, split_page, write_into_page

@@ -29,8 +29,7 @@ from utils.files import shown, write_csv, write_file
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
 from utils.program import run_main
-from utils.report.contact_sheet import histograms, sheet
-from utils.report.page import Page
+from utils.report import Page, histograms, sheet
 from utils.text import prefix_errors
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet

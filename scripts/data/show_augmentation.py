@@ -17,7 +17,7 @@ from data.augment import OPERATIONS, Augment
 from data.scan import open_set_of
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
-from utils.report.contact_sheet import sheet
+from utils.report import sheet
 
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 

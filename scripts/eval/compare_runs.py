@@ -24,8 +24,7 @@ from utils.checkpoint.format import sections
 from utils.cli import make_parser
 from utils.files import MAX_SMALL_TEXT, read_lines, read_text, shown, write_file
 from utils.program import run_main
-from utils.report.contact_sheet import make_figure, png_of, set_colours
-from utils.report.page import Page
+from utils.report import Page, make_figure, png_of, set_colours
 from utils.text import label_text, markdown_table, markdown_text, plain_table
 
 # of runs; different from the colours of the first sets, which colour the headings of the ROC curves

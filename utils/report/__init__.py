@@ -1,1 +1,0 @@
-"""Reports: HTML pages and sheets of pictures."""
