@@ -142,20 +142,7 @@ def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
     return png_of(figure)
 
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: min(110rem, 96vw); margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; } p { max-width: 70rem; }
-h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
-table { border-collapse: collapse; margin: .8rem 0; } th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); }
-th, td { text-align: left; vertical-align: top; } tr:first-child th { background: var(--soft); vertical-align: bottom; }
-th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; } dt { opacity: .75; } dd { margin: 0; }
-dd { overflow-wrap: anywhere; } nav ul { columns: 18rem; padding-left: 1.2rem; }
-.wide { overflow-x: auto; } img { max-width: 100%; background: white; } .note { opacity: .75; }
-figure { margin: 1rem 0; overflow-x: auto; }
-@media (max-width: 50rem) { figure img { max-width: 56rem; } }
-"""
+_STYLE = Path(__file__).with_suffix(".css")
 
 
 class Page:
@@ -209,7 +196,7 @@ class Page:
         head = (
             f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(self.title)}</title>'
         )
-        text = f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n'
+        text = f'<!doctype html>\n<html lang="en"><head>{head}<style>\n{_STYLE.read_text("utf-8")}</style></head>\n<body>\n'
         if self._contents >= 0:
             links = (f'<li><a href="#section-{n}">{html.escape(h)}</a></li>' for n, h in enumerate(self._headings, 1))
             self._parts[self._contents] = f"<nav><ul>{''.join(links)}</ul></nav>"

@@ -1,7 +1,7 @@
 """The file of a gallery: its tables, how it is opened, and what is refused.
 
 A gallery is one SQLite database. It may come from somebody else, so nothing in it is trusted: it must be a regular file, its
-tables must be exactly those below, without a trigger or a view, and SQLite checks all pages where that takes no time.
+tables must be exactly those of tables.sql, without a trigger or a view, and SQLite checks all pages where that takes no time.
 
 The journal is SQLite's rollback journal, not its write-ahead log. A gallery that nobody writes to is then one file, which a
 plain copy has completely, and it can lie on any file system with locks. synchronous=EXTRA flushes the folder too, so that a
@@ -33,42 +33,7 @@ _COPY = "; the file was left as it is: take a copy of the gallery, or enrol into
 ADAPTED = " adapted "
 # secure_delete: deleted rows are overwritten with zeros
 _PRAGMAS = "trusted_schema=0 cell_size_check=1 mmap_size=0 temp_store=MEMORY synchronous=EXTRA secure_delete=1 foreign_keys=1"
-_TABLES = (
-    """CREATE TABLE facts (
-    id INTEGER PRIMARY KEY CHECK (id = 1),
-    title TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    embedding_size INTEGER NOT NULL,
-    image_size INTEGER NOT NULL,
-    detector TEXT NOT NULL,
-    which TEXT NOT NULL,
-    network_path TEXT NOT NULL,
-    detector_path TEXT NOT NULL
-)""",
-    """CREATE TABLE people (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    name TEXT NOT NULL UNIQUE
-)""",
-    # columns behind a long one are slow to read, so vectors and faces are last
-    """CREATE TABLE images (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    person INTEGER NOT NULL REFERENCES people (id),
-    picture TEXT NOT NULL,
-    hash BLOB NOT NULL,
-    face INTEGER NOT NULL,
-    norm REAL NOT NULL,
-    quality REAL NOT NULL,
-    added INTEGER NOT NULL,
-    vector_sum BLOB NOT NULL,
-    vector BLOB NOT NULL,
-    UNIQUE (person, hash, face)
-)""",
-    """CREATE TABLE faces (
-    image INTEGER PRIMARY KEY REFERENCES images (id),
-    face_sum BLOB NOT NULL,
-    png BLOB NOT NULL
-)""",
-)
+_TABLES = Path(__file__).with_name("tables.sql")
 
 
 class Facts(NamedTuple):
@@ -104,10 +69,15 @@ def create_database(path: Path, facts: Facts) -> None:
         if database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
             database.execute(f"PRAGMA application_id = {_APPLICATION}")
             database.execute(f"PRAGMA user_version = {_FORMAT}")
-            for table in _TABLES:
-                database.execute(table)
+            _make_tables(database)
             database.execute("INSERT INTO facts VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)", facts)
         database.execute("COMMIT")
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    """Make the tables one by one: executescript would end the transaction."""
+    for statement in _TABLES.read_text("utf-8").split(";"):
+        database.execute(statement)
 
 
 def open_database(path: Path) -> sqlite3.Connection:
@@ -270,8 +240,7 @@ def _check(database: sqlite3.Connection, path: Path) -> None:
         raise ValueError(f"{shown(path)}: has a write-ahead log, which a gallery never has; take a copy of the gallery")
     listing = "SELECT type, name, tbl_name, sql FROM sqlite_schema LIMIT 100"
     with closing(sqlite3.connect(":memory:")) as sample:
-        for table in _TABLES:
-            sample.execute(table)
+        _make_tables(sample)
         expected = sample.execute(listing).fetchall()
     if database.execute(listing).fetchall() != expected:
         raise ValueError(f"{shown(path)}: its tables are not those of a gallery{_COPY}")
