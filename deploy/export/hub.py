@@ -27,42 +27,6 @@ _FILES = {
     "example.py": "prints the embedding of an aligned face, by the project that trained the network",
     "example_onnx.py": "prints the same embedding, by numpy, opencv-python and onnxruntime alone",
 }
-_EXAMPLE = f'''\
-"""Prints the embedding of an aligned face: python example.py FACE.png
-
-It needs the project that trained the network, installed from its folder by pip install -e .
-"""
-
-import sys
-from pathlib import Path
-
-from deploy import FaceNetwork
-
-if len(sys.argv) != 2:
-    raise SystemExit(__doc__)
-network = FaceNetwork(Path(__file__).with_name("{_WEIGHTS}"))
-print(*network.embed([sys.argv[1]])[0])
-'''
-_EXAMPLE_ONNX = f'''\
-"""Prints the embedding of an aligned face of SIZE x SIZE pixels: python example_onnx.py FACE.png"""
-
-import sys
-from pathlib import Path
-
-import cv2
-import numpy as np
-import onnxruntime
-
-as_stored = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-if len(sys.argv) != 2 or (bgr := cv2.imread(sys.argv[1], as_stored)) is None or bgr.shape != (SIZE, SIZE, 3):
-    raise SystemExit(__doc__)
-session = onnxruntime.InferenceSession(Path(__file__).with_name("{ONNX}"), providers=["CPUExecutionProvider"])
-rgb = bgr[:, :, ::-1]
-image = ((rgb.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)
-pair = np.stack([image, image[:, :, ::-1]])  # with its mirror image
-embedding = session.run(None, {{"images": pair}})[0].sum(0)
-print(*embedding / np.linalg.norm(embedding))
-'''
 
 
 def check_hub(contract: InputContract) -> None:
@@ -94,8 +58,9 @@ def complete(folder: Path, options: argparse.Namespace, network: Network, contra
     said = json.loads(text) if text else said
     write_tensors(folder / _WEIGHTS, network.model.state_dict(), {NETWORK: json.dumps(said)})
     write_file(folder / "config.json", json.dumps({NETWORK: said, **contract}, indent=1) + "\n")
-    write_file(folder / "example.py", _EXAMPLE)
-    write_file(folder / "example_onnx.py", _EXAMPLE_ONNX.replace("SIZE", str(contract["image_size"])))
+    for template in Path(__file__).parent.glob("*.in"):
+        text = template.read_text("utf-8").replace("SIZE", str(contract["image_size"]))
+        write_file(folder / template.stem, text)
     document = document_of(network, found, fields, options, _metadata(fields))
     document.section("Files")
     document.table(("file", "contents"), _FILES.items())
