@@ -10,7 +10,7 @@ Shapes: n = faces, D = embedding size, G = groups, B = bins, T = thresholds.
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ from deploy.journal import Journal
 from eval.embedding_table import Faces
 from eval.report import POINT_COLUMNS, point_rows
 from eval.verification import OperatingPoint, equal_rate
-from utils.cli import progress
+from utils.cli import Advance, progress
 from utils.files import write_file
 from utils.parallel import map_in_order, torch_threads
-from utils.report import Page, make_figure, png_of, sheet
+from utils.report import Facts, Page, ReadPixels, make_figure, png_of, sheet
 from utils.text import one_line
 
 from .intervals import Spread, make_rate
@@ -182,7 +182,7 @@ def count_pairs(
     num_bins: int = NUM_BINS,
     worst: int = 0,
     journal: Journal | None = None,
-    advance: Callable[[int], object] = int,
+    advance: Advance = int,
 ) -> PairCounts:
     """Count every unordered pair of different rows once. Memory: the counts, and some blocks of rows for each thread.
 
@@ -406,8 +406,8 @@ def write_pairs(
     counts: PairCounts,
     faces: Faces,
     labels: np.ndarray,
-    facts: Sequence[tuple[str, str]],
-    read: Callable[[str], np.ndarray] | None,
+    facts: Facts,
+    read: ReadPixels | None,
 ) -> Rates:
     """Write results.json, pairs.png and report.html into a folder; return the rates.
 
@@ -434,9 +434,7 @@ def write_pairs(
     return rates
 
 
-def show_extremes(
-    page: Page, kind: str, meaning: str, found: Extremes, names: Sequence[str], read: Callable[[str], np.ndarray] | None
-) -> None:
+def show_extremes(page: Page, kind: str, meaning: str, found: Extremes, names: Sequence[str], read: ReadPixels | None) -> None:
     """Add a section with the pairs of pictures; `read` returns the pixels of a picture by its name, None = names alone."""
     page.section(kind.capitalize())
     page.text(meaning)

@@ -18,6 +18,7 @@ from .mixture import BINS, histogram
 _WORST, _DOUBTFUL = 24, 12  # rows of a sheet
 _EACH = 3  # pictures of an identity
 _Cell = tuple[np.ndarray | None, Sequence[str]]
+Made = dict[str, list[Decision]]  # of each of HEADINGS
 HEADINGS = {
     "overlap": ("Identities that are in a test set", "A test on people of the training set measures memorisation."),
     "merge": ("Identities that are one person", "Left and right: the pictures nearest to the centre of each."),
@@ -27,10 +28,8 @@ HEADINGS = {
 }
 
 
-def decide(
-    found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: list[Decision], least: float
-) -> dict[str, list[Decision]]:
-    """Return the decisions of each of HEADINGS, the surest first.
+def decide(found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: list[Decision], least: float) -> Made:
+    """Return the decisions, the surest first.
 
     Args:
         indices: (n,) int64, of the images in the set.
@@ -38,7 +37,7 @@ def decide(
         overlaps: of `find_overlap`, with all test sets.
         least: images that are of another identity with this probability move; other wrong images are dropped.
     """
-    made: dict[str, list[Decision]] = {kind: [] for kind in HEADINGS} | {"overlap": overlaps}
+    made: Made = {kind: [] for kind in HEADINGS} | {"overlap": overlaps}
     made["merge"] = [
         Decision("merge", None, b, str(a), sure, f"cosine of the centres {cosine:.3f}") for a, b, cosine, sure in found.merges
     ]
@@ -66,9 +65,7 @@ def decide(
     return {kind: sorted(some, key=lambda one: -one.sure) for kind, some in made.items()}
 
 
-def write_page(
-    path: Path, title: str, dataset: FaceDataset, found: Found, indices: np.ndarray, made: dict[str, list[Decision]]
-) -> None:
+def write_page(path: Path, title: str, dataset: FaceDataset, found: Found, indices: np.ndarray, made: Made) -> None:
     """Write the page."""
     page = Page(title)
     facts = [("images", f"{len(indices):,}, of {np.count_nonzero(np.bincount(found.labels)):,} people")]

@@ -13,7 +13,7 @@ Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S =
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +23,9 @@ import torch
 
 from data.base import FaceDataset
 from deploy.journal import Journal
-from utils.cli import progress
+from utils.cli import Advance, progress
 from utils.precision import is_fast_in_bf16
-from utils.report import Page, captioned_sheet
+from utils.report import Facts, Page, captioned_sheet
 
 from .all_pairs import count_pairs, points_at
 from .cleaning import row_keys
@@ -37,7 +37,6 @@ _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _BF16 = 3.1 * 2**-8  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-8 each
 _MANY = 100_000  # faces, of which few are similar to any in a block: in smaller tables products in bf16 save nothing
 _MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
-Advance = Callable[[int], object]  # of a bar
 
 
 class Clusters(NamedTuple):
@@ -354,9 +353,7 @@ _SHEETS = {
 }
 
 
-def write_page(
-    path: Path, title: str, found: Clusters, dataset: FaceDataset, indices: np.ndarray, facts: Sequence[tuple[str, str]]
-) -> None:
+def write_page(path: Path, title: str, found: Clusters, dataset: FaceDataset, indices: np.ndarray, facts: Facts) -> None:
     """Write the page, with facts at its top; `indices` (n,) are those of the faces in the set."""
     order = np.lexsort((indices, -found.own, found.labels))
     clusters = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)

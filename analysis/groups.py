@@ -13,7 +13,7 @@ import numpy as np
 from deploy.journal import Journal
 from utils.cli import progress
 from utils.files import write_csv, write_file
-from utils.report import Page, make_figure, png_of, set_colours
+from utils.report import Facts, Page, ReadPixels, make_figure, png_of, set_colours
 from utils.text import label_text, one_line, plain_table
 
 from .all_pairs import EXTREMES, NUM_BINS, Extremes, PairCounts, accepted_at, count_pairs, genuine_pairs, show_extremes
@@ -355,12 +355,7 @@ def draw_across(outcome: Outcome) -> bytes:
 
 
 def write_groups(
-    out: Path,
-    title: str,
-    outcome: Outcome,
-    pictures: Sequence[str],
-    facts: Sequence[tuple[str, str]],
-    read: Callable[[str], np.ndarray] | None,
+    out: Path, title: str, outcome: Outcome, pictures: Sequence[str], facts: Facts, read: ReadPixels | None
 ) -> None:
     """Write results.json, results.csv, rates.png, curves.png, across.png and report.html into a folder.
 

@@ -8,14 +8,14 @@ Shapes: n = pictures, D = embedding size, K = steps of a curve.
 
 import json
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.files import read_csv, shown, write_csv, write_file
-from utils.report import Page, captioned_sheet, make_figure, png_of, set_colours
+from utils.report import Page, ReadPixels, captioned_sheet, make_figure, png_of, set_colours
 from utils.text import one_line, prefix_errors
 
 from .all_pairs import genuine_pairs
@@ -250,7 +250,7 @@ def write_quality(
     measures: Mapping[str, np.ndarray],
     lower: Container[str],
     names: Sequence[str],
-    read: Callable[[str], np.ndarray] | None,
+    read: ReadPixels | None,
 ) -> None:
     """Write results.json, results.csv, quality.png and report.html into a folder.
 

@@ -43,7 +43,7 @@ class SalvagedHeaders(NamedTuple):
     payload_sizes: np.ndarray  # (n,) int64, bytes; negative: the record is shorter than its header says
 
 
-def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = lambda count: None) -> Sound:
+def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = int) -> Sound:
     """Return the sound records of a file, found in one pass over it; ValueError if there is no such file.
 
     `advance` is called with the number of bytes searched since its last call.

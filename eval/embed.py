@@ -35,7 +35,7 @@ def embed_images(
     num_images: int,
     world: World,
     settings: EmbedSettings = EmbedSettings(),
-    progress: Callable[[int], object] = lambda count: None,
+    progress: Callable[[int], object] = int,
     summed: bool = False,
 ) -> np.ndarray:
     """Return the raw embeddings of all images and of their mirror images, (2, N, D) float32, on every rank.

@@ -23,6 +23,9 @@ _CELLS_AT_ONCE = 1 << 23  # scores of some probes to all entries: 64 MiB
 _ROWS_AT_ONCE = 1 << 14
 
 
+ShowChunks = Callable[[Sequence[int]], Iterable[int]]  # gives the numbers of chunks back, perhaps under a bar
+
+
 class IdentificationResult(NamedTuple):
     """The result of `identify`."""
 
@@ -65,11 +68,7 @@ class IdentificationResult(NamedTuple):
 
 
 def identify(
-    gallery: np.ndarray,
-    gallery_people: np.ndarray,
-    probes: np.ndarray,
-    probe_people: np.ndarray,
-    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+    gallery: np.ndarray, gallery_people: np.ndarray, probes: np.ndarray, probe_people: np.ndarray, progress: ShowChunks = iter
 ) -> IdentificationResult:
     """Search every probe in the gallery; a person's score is the best score of the person's entries.
 

@@ -33,11 +33,7 @@ PROTOCOLS: dict[str, Callable[[Path, OpenFaces], Protocol[Result]]] = {
 
 
 def load_protocols(
-    folder: str | Path,
-    targets: Iterable[str],
-    open_faces: OpenFaces,
-    setting: str = "eval.targets",
-    folder_setting: str = "eval.path",
+    folder: str | Path, targets: Iterable[str], open_faces: OpenFaces, setting: str, folder_setting: str
 ) -> list[Protocol[Result]]:
     """Return what the targets name, in their order, all read and checked, so that no error comes later.
 
@@ -69,9 +65,7 @@ def load_protocols(
     return found
 
 
-def load_pair_sets(
-    folder: str | Path, targets: Iterable[str], setting: str = "eval.targets", folder_setting: str = "eval.path"
-) -> list[PairSet]:
+def load_pair_sets(folder: str | Path, targets: Iterable[str], setting: str, folder_setting: str) -> list[PairSet]:
     """Return the verification sets, all read and checked, so that no error comes later.
 
     A target is a name, of folder/NAME.bin (or .safetensors, .csv, or a folder of people), or a path, with or without the

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from utils.files import write_file
-from utils.report import Page, make_figure, png_of, set_colours, sheet
+from utils.report import Facts, Page, make_figure, png_of, set_colours, sheet
 from utils.text import label_text, markdown_table, markdown_text, plain_table
 
 from .pair_sets.bin_file import PairSet
@@ -254,9 +254,7 @@ def percent(value: float | None, unknown: str = "n/a") -> str:
     return unknown if value is None else f"{100 * value:.2f}"
 
 
-def write_report(
-    folder: Path, title: str, results: Results, protocols: Sequence[Protocol[Result]], facts: Sequence[tuple[str, str]] = ()
-) -> None:
+def write_report(folder: Path, title: str, results: Results, protocols: Sequence[Protocol[Result]], facts: Facts = ()) -> None:
     """Write report.html, its pictures as PNG files, results.json and results.md into a folder.
 
     Args:

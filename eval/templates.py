@@ -8,7 +8,7 @@ Shapes: N = images, T = templates, P = pairs, D = embedding size.
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from utils.files import MAX_TEXT, check_file, read_bytes, read_lines, reading
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.text import prefix_errors
 
-from .identification import identify
+from .identification import ShowChunks, identify
 from .protocol import Embed, Protocol, Rates, check_pair_counts
 from .verification import FAR_TARGETS, operating_points
 
@@ -239,9 +239,7 @@ def _sum_groups(rows: np.ndarray, begins: np.ndarray) -> np.ndarray:
     return sums
 
 
-def score_pairs(
-    vectors: np.ndarray, numbers: np.ndarray, pairs: np.ndarray, progress: Callable[[Sequence[int]], Iterable[int]] = iter
-) -> np.ndarray:
+def score_pairs(vectors: np.ndarray, numbers: np.ndarray, pairs: np.ndarray, progress: ShowChunks = iter) -> np.ndarray:
     """Return the (P,) float64 dot products of template pairs, in chunks.
 
     Args:

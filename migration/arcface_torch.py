@@ -16,7 +16,7 @@ from partial_fc.centres.shard import classes_of_slots, initial_centres, shard_ra
 from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
 from utils.checkpoint.tensor_file import Planned, mapped_tensor, tensor_places, write_object, write_planned, write_tensors
-from utils.cli import progress
+from utils.cli import Advance, progress
 from utils.files import unfinished_folder
 from utils.image import IMAGE_SIZE
 from utils.optim import freeze
@@ -103,7 +103,7 @@ class Centres:
             self.others["updates"] = Rows(counts, lengths, (), torch.int32)
         self._length = self._mean_length() if self.found < num_classes else 0.0
 
-    def planned(self, start: int, stop: int, advance: Callable[[int], object]) -> dict[str, Planned]:
+    def planned(self, start: int, stop: int, advance: Advance) -> dict[str, Planned]:
         """Return the tensors of the slots [start, stop); `advance` is called with the rows done."""
 
         def blocks(read: Callable[[int, int], Tensor]) -> Iterator[Tensor]:

@@ -35,7 +35,7 @@ from utils.checkpoint import format as ckpt
 from utils.checkpoint import tensor_file
 from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
 from utils.checkpoint.tensor_file import DTYPES, NETWORK, Planned, flush, tensor_places, write_planned, write_tensors
-from utils.cli import int_in_range, make_parser, progress
+from utils.cli import Advance, int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
@@ -151,9 +151,7 @@ def reshard(options: argparse.Namespace) -> None:
     print(f"{final}: step {manifest['step']}, {sum(heads.values())} class centres in {len(heads) * options.ranks} file(s)")
 
 
-def _planned_rows(
-    read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Callable[[int], object] = lambda count: None
-) -> dict[str, Planned]:
+def _planned_rows(read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Advance) -> dict[str, Planned]:
     """Return the plan for write_planned to write the slots [start, stop), reading some rows at a time.
 
     Args:

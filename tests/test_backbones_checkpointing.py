@@ -122,7 +122,7 @@ def test_blocks_keep_their_inputs_alone_and_the_memory_model_knows(name: str):
     assert len(inside) == len(blocks) and after == before - sum(inside)
     assert after < 0.5 * before
     parameters = sum(p.numel() * p.element_size() for p in checkpointed.parameters())
-    model = backbone_memory(checkpointed, None, 1)
+    model = backbone_memory(checkpointed, None, 1, 112)
     per_image = (after + max(inside)) / 2
     assert model.total(2) - 3 * parameters == pytest.approx(1.1 * 2 * per_image, rel=0.02)
     assert all(block.checkpointing for block in checkpointed.modules() if isinstance(block, CheckpointedBlock))

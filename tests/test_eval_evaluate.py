@@ -123,7 +123,8 @@ def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatc
 
 def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
     _write_set(tmp_path / "twins.bin", 20)
-    results = dict(evaluate(Embed(_model(112), ALONE, EmbedSettings(16)), load_pair_sets(tmp_path, ["twins"])))
+    sets = load_pair_sets(tmp_path, ["twins"], "eval.targets", "eval.path")
+    results = dict(evaluate(Embed(_model(112), ALONE, EmbedSettings(16)), sets))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
     # 10 impostor pairs cannot carry FAR 1e-3

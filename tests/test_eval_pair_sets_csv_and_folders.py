@@ -34,20 +34,20 @@ def test_the_container_holds_what_the_bin_holds_and_goes_back(bin_file: Path, tm
 def test_targets_are_found_in_each_form(bin_file: Path, tmp_path: Path):
     expected = read_bin(bin_file)
     assert convert_bin.main([str(bin_file), "--out", str(tmp_path / "safe")]) == 0
-    assert _same(load_pair_sets(tmp_path / "safe", ["tiny"])[0], expected)
+    assert _same(load_pair_sets(tmp_path / "safe", ["tiny"], "eval.targets", "eval.path")[0], expected)
     people = folder_of_people(tmp_path / "people", [3, 3])
     people_of_pairs, numbers = ((0, 0), (0, 1), (1, 1), (1, 0)), ((0, 1), (1, 2), (2, 0))
     lines = [f"person_{a}/{i}.jpg,person_{b}/{j}.jpg,{int(a == b)}\n" for a, b in people_of_pairs for i, j in numbers]
     (people / "mine.csv").write_text("".join(lines))
-    found = load_pair_sets(people, ["mine"])[0]
+    found = load_pair_sets(people, ["mine"], "eval.targets", "eval.path")[0]
     assert found.name == "mine" and len(found.images) == 6
     assert found.same.tolist() == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3
     assert found.images[found.second[3]] == (people / "person_1" / "1.jpg").read_bytes()
     with pytest.raises(ValueError, match=r"no file .*minn\.bin. Did you mean 'mine'"):
-        load_pair_sets(people, ["minn"])
+        load_pair_sets(people, ["minn"], "eval.targets", "eval.path")
     (people / "person_0" / "0.jpg").unlink()
     with pytest.raises(ValueError, match=r"0\.jpg: cannot be read"):
-        load_pair_sets(people, ["mine"])
+        load_pair_sets(people, ["mine"], "eval.targets", "eval.path")
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_truncated_container_is_one_line(bin_file: Path, tmp_path: Path):
 
 def test_a_folder_of_people_is_a_set_of_drawn_pairs(tmp_path: Path):
     people = folder_of_people(tmp_path / "mine", [3] * 20)
-    found = load_pair_sets(tmp_path, ["mine"])[0]
+    found = load_pair_sets(tmp_path, ["mine"], "eval.targets", "eval.path")[0]
     label_of = {path.read_bytes(): path.parent.name for path in people.rglob("*.jpg")}
     labels = np.array([label_of[image] for image in found.images])
     np.testing.assert_array_equal(labels[found.first] == labels[found.second], found.same)
     assert len(found.same) == 120 and found.same.sum() == 60  # two people of three pictures in a fold: six genuine pairs
-    again = load_pair_sets(tmp_path, ["mine"])[0]
+    again = load_pair_sets(tmp_path, ["mine"], "eval.targets", "eval.path")[0]
     assert _same(found, again)
     with pytest.raises(ValueError, match="need 20 people or more"):
         read_pairs(folder_of_people(tmp_path / "few", [2] * 5))

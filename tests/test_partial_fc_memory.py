@@ -132,14 +132,14 @@ def test_a_head_that_lies_elsewhere_takes_its_buffers_and_norms_alone(monkeypatc
 def test_the_backbone_probe_counts_what_autograd_keeps_and_moves_nothing():
     backbone = build_backbone("r18", 64, 0.25, 0.0).train()
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
-    small = backbone_memory(backbone, None, moments=1)
+    small = backbone_memory(backbone, None, moments=1, image_size=112)
     assert all(torch.equal(tensor, before[name]) for name, tensor in backbone.state_dict().items())
     assert backbone.training
     parameters = sum(p.numel() for p in backbone.parameters())
     assert small.parameters == pytest.approx(12 * parameters, rel=0.01)
-    assert backbone_memory(backbone, None, moments=2).parameters == pytest.approx(16 * parameters, rel=0.01)
-    half = backbone_memory(backbone, torch.bfloat16, moments=1)
+    assert backbone_memory(backbone, None, moments=2, image_size=112).parameters == pytest.approx(16 * parameters, rel=0.01)
+    half = backbone_memory(backbone, torch.bfloat16, moments=1, image_size=112)
     assert 0.4 < half.per_image / small.per_image < 0.8
     # r18 at full width keeps 25 MB per image in half precision (the convolutions' inputs and those of BatchNorm and PReLU)
-    full = backbone_memory(build_backbone("r18", 512, 1.0, 0.0), torch.bfloat16, moments=1)
+    full = backbone_memory(build_backbone("r18", 512, 1.0, 0.0), torch.bfloat16, moments=1, image_size=112)
     assert 20 < full.per_image / 2**20 < 30

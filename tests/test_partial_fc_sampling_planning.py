@@ -22,7 +22,7 @@ LABELS = np.array([[12, 12, 35, 29, 12, 10], [29, 3, 12, 17, 18, 12]])  # two mi
 )
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_places_and_targets_are_those_of_every_sample(active: ActiveSet, size: int):
-    plan = plan_step(SharedLabels(0, LABELS, np.unique(LABELS)), active, SLOTS, size, torch.device("cpu"))
+    plan = plan_step(SharedLabels(0, LABELS, np.unique(LABELS)), active, SLOTS, size, torch.device("cpu"), False, 1)
     order = [slot for start, stop in active.runs for slot in range(start, stop)] + active.extra.tolist()
     begin, found = 0, []
     for chunk in plan.chunks:
@@ -44,7 +44,7 @@ def test_places_and_targets_are_those_of_every_sample(active: ActiveSet, size: i
 
 def test_a_shard_without_a_class_of_the_batch_has_no_target():
     active = ActiveSet([(0, 5)], np.empty(0, dtype=np.int64))
-    plan = plan_step(SharedLabels(0, LABELS, np.unique(LABELS)), active, range(30, 35), 3, torch.device("cpu"))
+    plan = plan_step(SharedLabels(0, LABELS, np.unique(LABELS)), active, range(30, 35), 3, torch.device("cpu"), False, 1)
     assert [len(chunk.targets[0]) for chunk in plan.chunks] == [0, 0]
     assert all(not (places >= 0).any() for places in plan.places)
 

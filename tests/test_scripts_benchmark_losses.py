@@ -105,7 +105,7 @@ def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_n
     assert row["steps"] == 3 == records[-1]["step"] and row["loss"] == records[-1]["loss"]
     assert row["step_seconds"] == pytest.approx(np.median([8 / record["images_per_second"] for record in records[1:]]))
     assert row["memory_gib"] == max(record["memory_gib"] for record in records)
-    sets = load_pair_sets(config.parent / "set", ["tiny"])
+    sets = load_pair_sets(config.parent / "set", ["tiny"], "eval.targets", "eval.path")
     network = load_network(_network_options(folder), build_backbone).model
     _, result = next(evaluate(Embed(network, World(0, 1, 0, 1, torch.device("cpu")), EmbedSettings(16, None, 1, 48)), sets))
     assert result.accuracy == row["accuracy"]["tiny"]

@@ -55,7 +55,7 @@ def _three_steps_are_alike(ours: nn.Module, optimizer: torch.optim.Optimizer, th
 def test_one_bad_gradient_shows_in_the_norm(bad: float):
     net = _net()
     next(net.parameters()).grad[0, 0] = bad
-    assert not unscale_and_clip_grad_norm_(net.parameters(), 1.0, 5.0).isfinite()
+    assert not unscale_and_clip_grad_norm_(net.parameters(), 1.0, 5.0, 0.0).isfinite()
 
 
 def test_frozen_parameters_stay_out_of_the_optimizer():

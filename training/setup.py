@@ -206,7 +206,7 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[list[Task], list[Pr
         )
         weight = own.task.weight * size / config.train.batch_size
         tasks.append(Task(own.task.name or SOFTMAX, own, dataset, order, task_seed, weight))
-    protocols = load_protocols(config.eval.path or data.path, config.eval.targets, open_set)
+    protocols = load_protocols(config.eval.path or data.path, config.eval.targets, open_set, "eval.targets", "eval.path")
     check_names(protocols)
     check_metric(protocols, config.eval.metric)
     return tasks, protocols

@@ -44,6 +44,9 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     return Parser(prog=command, description=docstring)
 
 
+Advance = Callable[[int], object]  # of a bar: takes the number of items that are done since its last call
+
+
 class _Hidden(list):
     """The items, in place of a bar that is not shown: tqdm would start a thread, and from Python 3.14 on a process, too."""
 

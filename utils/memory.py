@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .distributed import World
-from .image import IMAGE_SIZE
 from .machine import left_to_container
 
 # what libraries take: oneDNN and MKL; CUDA's context, cuDNN's workspaces, NCCL's buffers, fragmentation. The latter from data
@@ -36,9 +35,7 @@ class BackboneMemory(NamedTuple):
         return self.parameters + images * self.per_image
 
 
-def backbone_memory(
-    backbone: nn.Module, autocast: torch.dtype | None, moments: int, image_size: int = IMAGE_SIZE
-) -> BackboneMemory:
+def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: int, image_size: int) -> BackboneMemory:
     """Return the memory that training this backbone takes, from what autograd keeps in forward passes of one and two images.
 
     Args:

@@ -142,6 +142,8 @@ def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
     return png_of(figure)
 
 
+Facts = Sequence[tuple[str, str]]  # names and values
+ReadPixels = Callable[[str], np.ndarray]  # of a picture by its name
 _STYLE = Path(__file__).with_suffix(".css")
 
 

@@ -105,6 +105,7 @@ _TEMPLATE = """\
 # two spaces; an empty line begins a paragraph. Then make the card again with the same command. No program changes this file.
 """
 Results = Mapping[str, SetResult]
+FoundResults = tuple[Results, Path | str]  # and where they are from
 _FACTS = ("", "")  # the head of a list of names and values
 _NUMBERS = ("set", "genuine pairs", "impostor pairs", "accuracy %", "95 % interval", "EER %", "95 % interval", "AUC")
 # beside results.json: of a training's end; of a report
@@ -136,11 +137,7 @@ def write_card(options: argparse.Namespace) -> None:
 
 
 def document_of(
-    network: Network,
-    found: tuple[Results, Path | str],
-    fields: Mapping[str, str],
-    options: argparse.Namespace,
-    metadata: str = "",
+    network: Network, found: FoundResults, fields: Mapping[str, str], options: argparse.Namespace, metadata: str = ""
 ) -> Document:
     """Return the card of a network, which loses its weights.
 

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -26,6 +26,7 @@ import torch
 
 from eval.foreign_networks import onnx_hash
 from utils.allocator import keep_freed_memory, out_of_memory
+from utils.cli import Advance
 from utils.distributed import choose_device
 from utils.machine import num_cores
 from utils.parallel import forks_of_torch, map_in_order
@@ -183,12 +184,7 @@ def open_network(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
 
 
 def embed_parts(
-    options: argparse.Namespace,
-    parts: Parts,
-    embedder: Embedder,
-    detector: Detector | None,
-    count: int,
-    advance: Callable[[int], object],
+    options: argparse.Namespace, parts: Parts, embedder: Embedder, detector: Detector | None, count: int, advance: Advance
 ) -> None:
     """Embed and store the parts that are missing.
 

@@ -69,19 +69,17 @@ def _cells(row: Row, person: str) -> tuple[object, ...]:
     return row.name, row.face, person, f"{row.norm:.6g}", f"{row.padding:.4f}", score, ser_fiq
 
 
-def _write_parquet(
-    file: NewFile, parts: Iterator[Part], people: dict[str, str], embedding_size: int, facts: dict[str, str]
-) -> None:
+def _write_parquet(file: NewFile, parts: Iterator[Part], people: dict[str, str], size: int, facts: dict[str, str]) -> None:
     arrow = pyarrow()
     kinds = (arrow.string(), arrow.int32(), arrow.string(), *[arrow.float32()] * 4)
     fields = [arrow.field(name, kind) for name, kind in zip(_COLUMNS, kinds, strict=True)]
-    fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), embedding_size)))
+    fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), size)))
     schema = arrow.schema(fields, metadata=facts)
     with open(file.fileno(), "wb", closefd=False) as sink, pyarrow(".parquet").ParquetWriter(sink, schema) as writer:
         for part in _joined(parts):
             rows = [(row.name, row.face, people[row.name], *row[2:]) for row in part.rows]
             columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
-            vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), embedding_size)
+            vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), size)
             writer.write_table(arrow.table([*columns, vectors], schema=schema))
 
 

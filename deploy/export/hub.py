@@ -15,8 +15,7 @@ from eval.networks import Network
 from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata, write_tensors
 from utils.files import write_file
 
-from ..card.card import FIELDS, document_of, find_results, read_fields
-from ..results import SetResult
+from ..card.card import FIELDS, FoundResults, document_of, find_results, read_fields
 
 ONNX = "model.onnx"
 _WEIGHTS = "model.safetensors"
@@ -39,8 +38,8 @@ def check_hub(contract: InputContract) -> None:
         )
 
 
-# of a network: results, as `find_results` returns them; texts of a person; JSON in the metadata of its weights, "" without
-Known = tuple[tuple[Mapping[str, SetResult], Path | str], Mapping[str, str], str]
+# of a network: its results; texts of a person; JSON in the metadata of its weights, "" without
+Known = tuple[FoundResults, Mapping[str, str], str]
 
 
 def read_known(options: argparse.Namespace) -> Known:

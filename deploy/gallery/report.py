@@ -196,11 +196,7 @@ def _rates(queries: Sequence[Query], searcher: Searcher, threshold: Threshold | 
 
 
 def _as_json(
-    queries: Sequence[Query],
-    rejected: Sequence[Rejected],
-    threshold: Threshold | None,
-    gallery: Gallery,
-    options: argparse.Namespace,
+    queries: list[Query], rejected: list[Rejected], threshold: Threshold | None, gallery: Gallery, options: argparse.Namespace
 ) -> dict[str, Any]:
     cosine = None if threshold is None else threshold.cosine
     return {

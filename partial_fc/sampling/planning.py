@@ -177,13 +177,7 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(
-    labels: SharedLabels,
-    active: ActiveSet,
-    slots: range,
-    size: int,
-    device: torch.device,
-    weighs: bool = False,
-    sub_centers: int = 1,
+    labels: SharedLabels, active: ActiveSet, slots: range, size: int, device: torch.device, weighs: bool, sub_centers: int
 ) -> StepPlan:
     """Return the plan of a step, its indices on the device.
 

@@ -150,9 +150,7 @@ def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, 
     return found
 
 
-def check_hashes(
-    checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
-) -> list[str]:
+def check_hashes(checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = int) -> list[str]:
     """Return a line for each file whose hash differs from the manifest's.
 
     Args:

@@ -304,7 +304,7 @@ def mapped_tensor(path: Path, name: str) -> Tensor:
         return torch.from_numpy(data).view(place.dtype).view(place.shape)
 
 
-def file_hash(path: Path, kind: str = HASH, progress: Callable[[int], object] = lambda count: None) -> str:
+def file_hash(path: Path, kind: str = HASH, progress: Callable[[int], object] = int) -> str:
     """Return the hash of a file, in hexadecimal.
 
     Args:

@@ -266,9 +266,7 @@ def weights_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (weight for group in optimizer.param_groups for weight in group["params"])
 
 
-def unscale_and_clip_grad_norm_(
-    weights: Iterable[nn.Parameter], scale: Tensor, clip_norm: float, clip_value: float = 0.0
-) -> Tensor:
+def unscale_and_clip_grad_norm_(weights: Iterable[nn.Parameter], scale: Tensor, clip_norm: float, clip_value: float) -> Tensor:
     """Divide the weights' gradients by scale and clip them; return their L2 norm before they were clipped.
 
     First each number is clipped to [-clip_value, clip_value], then all together to the L2 norm clip_norm; 0 = not at all. One
