@@ -218,12 +218,8 @@ def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `threshold_of` reads."""
     parser.add_argument("--threshold", type=COSINE, metavar="COSINE", help="faces above this cosine are of one person")
     parser.add_argument("--far", type=rate_text, help="take the threshold from the run's report, at this false accept rate")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="JSON",
-        help="results.json of an evaluation; default: that of the run that is the network",
-    )
+    usual = "results.json of an evaluation; default: that of the run that is the network"
+    parser.add_argument("--results", type=Path, metavar="JSON", help=usual)
     parser.add_argument("--set", metavar="NAME", help="verification set of the threshold; default: that of the highest one")
 
 

@@ -204,32 +204,16 @@ def decode_distances(centres: np.ndarray, distances: np.ndarray, offsets: np.nda
 
 def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
     """Add the arguments that `open_detector` reads."""
-    parser.add_argument(
-        "--detector",
-        type=Path,
-        required=required,
-        metavar="FILE.onnx",
-        help="a face detector: YuNet, CenterFace, SCRFD with landmarks, or RetinaFace"
-        + ("" if required else " (without it, pictures are aligned crops)"),
-    )
-    parser.add_argument(
-        "--min-score",
-        type=SHARE,
-        metavar="P",
-        help="faces with a lower score do not count (default: 0.35 for CenterFace, 0.5 for SCRFD, 0.6 for RetinaFace, 0.9 for "
-        "YuNet, as their authors have it)",
-    )
-    parser.add_argument(
-        "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor those of a shorter side"
-    )
+    kinds = "a face detector: YuNet, CenterFace, SCRFD with landmarks, or RetinaFace"
+    kinds += "" if required else " (without it, pictures are aligned crops)"
+    parser.add_argument("--detector", type=Path, required=required, metavar="FILE.onnx", help=kinds)
+    least = "(default: 0.35 for CenterFace, 0.5 for SCRFD, 0.6 for RetinaFace, 0.9 for YuNet, as their authors have it)"
+    parser.add_argument("--min-score", type=SHARE, metavar="P", help=f"faces with a lower score do not count {least}")
+    side = int_in_range(1, 32000)
+    parser.add_argument("--min-size", type=side, default=20, metavar="PIXELS", help="nor those of a shorter side")
     parser.add_argument("--overlap", type=SHARE, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
-    parser.add_argument(
-        "--longest-side",
-        type=int_in_range(64, LONGEST),
-        default=640,
-        metavar="PIXELS",
-        help="a larger picture is shrunk to this for the detector, if its file leaves the size open",
-    )
+    shrunk = "a larger picture is shrunk to this for the detector, if its file leaves the size open"
+    parser.add_argument("--longest-side", type=int_in_range(64, LONGEST), default=640, metavar="PIXELS", help=shrunk)
 
 
 def open_detector(options: argparse.Namespace) -> Detector | None:

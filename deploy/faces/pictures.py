@@ -193,13 +193,9 @@ class Crop(NamedTuple):
 
 def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, otherwise: str = "rejected") -> None:
     """Add --which, the faces of a picture that count: with `one` not all; `otherwise` says what only makes of several faces."""
-    parser.add_argument(
-        "--which",
-        choices=[which for which in WHICH if not (one and which == "all")],
-        default="largest",
-        help=f"of several faces in a picture: the largest, the one nearest to the centre, {'' if one else 'all, '}or only = "
-        f"such a picture is {otherwise}",
-    )
+    choices = [which for which in WHICH if not (one and which == "all")]
+    text = f"of several faces in a picture: the largest, the one nearest to the centre, {'' if one else 'all, '}or only = "
+    parser.add_argument("--which", choices=choices, default="largest", help=f"{text}such a picture is {otherwise}")
 
 
 def read_crops(folder: Path, name: str, detector: Detector | None, size: int, which: str) -> list[Crop] | Rejected:

@@ -54,14 +54,9 @@ class Faces(NamedTuple):
 
 def add_person_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --person-from, who is on a picture."""
-    parser.add_argument(
-        "--person-from",
-        type=_rule,
-        default="folder",
-        metavar="RULE",
-        help="folder = the sub-folder is the person; name = the file name up to its last underscore; anything else is a "
-        "regular expression for the picture's path below the folder, whose first group is the person",
-    )
+    rules = "folder = the sub-folder is the person; name = the file name up to its last underscore; anything else is a regular "
+    rules += "expression for the picture's path below the folder, whose first group is the person"
+    parser.add_argument("--person-from", type=_rule, default="folder", metavar="RULE", help=rules)
 
 
 def find_pictures(path: Path) -> list[tuple[Path, str]]:
