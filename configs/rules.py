@@ -316,14 +316,11 @@ def _check_schedule(schedule: dict[str, Any], tree: dict[str, Any]) -> None:
         raise ValueError(f"schedule.{key} must ascend and be above 0, got {milestones}")
     if any(milestone != int(milestone) or milestone > 1e8 for milestone in schedule["milestone_steps"]):
         raise ValueError(f"schedule.milestone_steps must be whole numbers of optimizer steps, got {milestones}")
-    if schedule["min_lr"] and not kinds & {"poly", "cosine"}:
-        raise ValueError(
-            f"schedule.min_lr is for poly and cosine, got {schedule['min_lr']} with {schedule['kind']}; take it out"
-        )
-    if schedule["min_lr"] > tree["optimizer"]["lr"]:
-        raise ValueError(
-            f"schedule.min_lr must be at most optimizer.lr, got {schedule['min_lr']} and {tree['optimizer']['lr']}"
-        )
+    min_lr, lr = schedule["min_lr"], tree["optimizer"]["lr"]
+    if min_lr and not kinds & {"poly", "cosine"}:
+        raise ValueError(f"schedule.min_lr is for poly and cosine, got {min_lr} with {schedule['kind']}; take it out")
+    if min_lr > lr:
+        raise ValueError(f"schedule.min_lr must be at most optimizer.lr, got {min_lr} and {lr}")
 
 
 def _check_optimizers(optimizer: dict[str, Any], of_head: str) -> None:

@@ -63,6 +63,9 @@ def to_fp16(model: Any) -> Any:
     copies: dict[tuple[str, bool], str] = {}  # (tensor, whether in fp16) -> its copy of that type
     nodes: list[Any] = []
 
+    def cast(name: str, result: str, kind: int) -> None:
+        nodes.append(onnx.helper.make_node("Cast", [name], [result], name=f"cast_{result}", to=kind))
+
     def converted(name: str, half: bool) -> str:
         """Return the name of a tensor in fp16 or fp32; it is converted once, whoever uses it."""
         if name not in floats or half == (name in halves):
@@ -73,9 +76,7 @@ def to_fp16(model: Any) -> Any:
                 graph.initializer.append(_half_weight(onnx, weights[name], copies[name, half]))
             else:
                 kind = onnx.TensorProto.FLOAT16 if half else onnx.TensorProto.FLOAT
-                nodes.append(
-                    onnx.helper.make_node("Cast", [name], [copies[name, half]], name=f"cast_{copies[name, half]}", to=kind)
-                )
+                cast(name, copies[name, half], kind)
         return copies[name, half]
 
     for place, node in enumerate(graph.node):
@@ -85,9 +86,7 @@ def to_fp16(model: Any) -> Any:
         for number, name in enumerate(node.output):
             if half and name in outputs:  # of the file, which stay in fp32
                 node.output[number] = f"{name}_fp16"
-                nodes.append(
-                    onnx.helper.make_node("Cast", [f"{name}_fp16"], [name], name=f"cast_{name}", to=onnx.TensorProto.FLOAT)
-                )
+                cast(f"{name}_fp16", name, onnx.TensorProto.FLOAT)
             elif half:
                 halves.add(name)
     used = {name for node in nodes for name in node.input}

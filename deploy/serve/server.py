@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import h11
-import prometheus_client as prometheus
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -206,26 +206,22 @@ class _Routes:
     def __init__(self, answers: Answers, access: Access) -> None:
         self.access = access
         self.waiting = 0
-        registry = prometheus.CollectorRegistry()
-        self._requests = prometheus.Counter(
-            "face_requests", "Requests that were answered", ["call", "status"], registry=registry
-        )
-        self._seconds = prometheus.Histogram(
+        registry = CollectorRegistry()
+        self._requests = Counter("face_requests", "Requests that were answered", ["call", "status"], registry=registry)
+        self._seconds = Histogram(
             "face_request_seconds", "From the head of a request to its answer", ["call"], registry=registry
         )
-        batches = prometheus.Histogram(
+        batches = Histogram(
             "face_batch_crops", "Faces in one call of the network", buckets=(1, 2, 4, 8, 16, 64, 256), registry=registry
         )
-        prometheus.Gauge("face_waiting", "Requests whose pictures are in memory", registry=registry).set_function(
-            lambda: self.waiting
-        )
+        Gauge("face_waiting", "Requests whose pictures are in memory", registry=registry).set_function(lambda: self.waiting)
         answers.batcher.observe = batches.observe
         self._works: dict[str, Callable[..., Any]] = {
             "page": lambda: _html(PAGE.read_text(encoding="utf-8")),
             "manual": lambda: _html(manual()),
             "openapi": openapi,
             "health": lambda: {"status": "ok"},
-            "metrics": lambda: Response(prometheus.generate_latest(registry), media_type=prometheus.CONTENT_TYPE_LATEST),
+            "metrics": lambda: Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST),
             "about": lambda: {**answers.about(), "max_bytes": MAX_PICTURE, "may_change": access.may_change},
             "gallery_picture": lambda number: Response(answers.gallery_picture(number), media_type="image/png"),
             "verify": answers.verify,
