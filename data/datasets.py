@@ -20,12 +20,11 @@ from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
 from utils.randomness import derive
 from utils.text import prefix_errors
 
-from .base import FaceDataset
+from .base import FaceDataset, Tolerance
 from .landmarks import open_landmarks
 from .mixture import MixedDataset, Source, class_maps
 from .record_dataset import RecordDataset
 from .tar_dataset import TarDataset
-from .tolerant import Tolerance
 
 _UNREAD = (".heic", ".heif", ".avif", ".tif", ".tiff", ".gif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw")  # of cameras
 _CHUNK = 1 << 16  # paths or file names hashed at once

@@ -7,12 +7,11 @@ import pytest
 import torch
 from pictures import jpeg
 
-from data.base import FaceDataset
+from data.base import FaceDataset, Tolerance
 from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
 from data.sampler import SampleOrder
-from data.tolerant import Tolerance
 
 N = 200
 

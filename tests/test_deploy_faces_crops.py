@@ -11,7 +11,7 @@ import pytest
 from pictures import png_of
 from tiny_detectors import OFFSETS, RED
 
-from deploy.faces.detections import Detector, Face
+from deploy.faces.detector import Detector, Face
 from deploy.faces.pictures import Crop, Rejected, crops_of, read_crops
 from utils.alignment import TEMPLATE, align
 from utils.image import decode_rgb, to_png

@@ -15,8 +15,7 @@ from onnx import TensorProto, helper
 from tiny_detectors import FORMS, HALF, OFFSETS, STRIDES, picture, write_detector
 
 from deploy.faces import detector
-from deploy.faces.detections import Candidates, letterbox, strongest, suppress
-from deploy.faces.detector import Detector, add_detector_arguments, open_detector
+from deploy.faces.detector import Candidates, Detector, add_detector_arguments, letterbox, open_detector, strongest, suppress
 
 
 def _open(path: Path, *words: str) -> Detector:

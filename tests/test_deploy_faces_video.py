@@ -16,7 +16,7 @@ from tiny_detectors import OFFSETS, RED, write_detector
 
 from deploy import FaceNetwork
 from deploy.faces import tracks, video
-from deploy.faces.detections import Face
+from deploy.faces.detector import Face
 from deploy.gallery.store import Gallery
 from scripts.deploy import enrol, search
 from utils.alignment import align

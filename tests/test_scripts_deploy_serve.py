@@ -30,7 +30,7 @@ from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import error_of, wait_for
 
 from deploy.embed.embedder import open_embedder
-from deploy.faces.detections import Detector, Face
+from deploy.faces.detector import Detector, Face
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
 from deploy.results import read_results

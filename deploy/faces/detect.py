@@ -21,8 +21,7 @@ from utils.report import sheet
 
 from ..gallery.gate import Gate
 from ..journal import Journal, open_journal
-from .detections import Face
-from .detector import Detector, open_detector
+from .detector import Detector, Face, open_detector
 from .landmarks import report_padding
 from .pictures import UNREADABLE, Rejected, check_distinct, list_pictures, read_crops, stamp_of, to_jpeg
 

@@ -20,7 +20,7 @@ from utils.files import find_files, read_bytes, read_lines, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size, resize_square
 from utils.text import one_line
 
-from .detections import Detector, Face
+from .detector import Detector, Face
 from .landmarks import is_number
 
 _KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored unchanged

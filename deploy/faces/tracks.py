@@ -14,7 +14,7 @@ import numpy as np
 
 from utils.alignment import align, check_points
 
-from .detections import Face, shared_areas
+from .detector import Face, shared_areas
 from .video import Frame
 
 GAP = 1.0  # seconds without its face, after which a track ends
