@@ -35,9 +35,8 @@ from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource
 from scripts.deploy import embed
-from training.soft_targets import SoftTargets
 from training.step import LossTerm, backward
-from training.teachers import Projection, Teacher, largest_output, read_network
+from training.teachers import Projection, SoftTargets, Teacher, largest_output, read_network
 from utils import distributed
 from utils.checkpoint.format import BACKBONE, EMA, list_checkpoints
 from utils.checkpoint.reading import read_file
@@ -128,7 +127,7 @@ def test_each_loss_has_the_gradient_of_the_whole_batch(run_ranks: Callable[..., 
 CLASSES, SCALE, TEMPERATURE = 10, 8.0, 2.0
 
 
-@mock.patch("training.soft_targets._BLOCK", 3)  # several blocks, as of more than 65536 classes
+@mock.patch("training.teachers._BLOCK", 3)  # several blocks, as of more than 65536 classes
 def _soft(rank: int, world_size: int, parts: int, storage: str, embeddings: Tensor, taught: Tensor, matrix: Tensor) -> None:
     source = CentreSource("", CLASSES, OTHER, lambda labels: matrix[torch.from_numpy(labels)].float())
     config = HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=3, storage=storage)
