@@ -9,7 +9,6 @@ Shapes: n = pictures, S = size of a crop, D = embedding size.
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +18,7 @@ import torch
 
 from eval.networks import add_network_arguments
 from eval.verification import row_norms
-from utils.cli import Parser
+from utils.cli import Parser, warn
 from utils.files import read_bytes, shown
 from utils.text import one_line
 
@@ -125,7 +124,7 @@ class FaceNetwork:
                 return self.search(opened, pictures, k)
         require_network(gallery, self._embedder)
         if adapted_of(gallery) is not None:
-            print("warning: the gallery is adapted from another network, so `threshold` does not hold for it", file=sys.stderr)
+            warn("the gallery is adapted from another network, so `threshold` does not hold for it")
         warn_of_other_detector(gallery, one_line(self._detector.name) if self._detector else "", self._options.which)
         return gallery.search(self.embed(pictures), k)
 

@@ -21,14 +21,13 @@ if __name__ == "__main__":
 
 import argparse
 import errno
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from backbones import build_backbone
 from data.scan import open_set_of
-from utils.cli import make_parser
+from utils.cli import make_parser, warn
 from utils.distributed import World
 from utils.files import shown
 from utils.program import run_main
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     except OSError as error:
         if options.report:
             raise
-        print(f"warning: {shown(folder)}: no report: {error.strerror}; name another folder with --report", file=sys.stderr)
+        warn(f"{shown(folder)}: no report: {error.strerror}; name another folder with --report")
 
 
 def _load_protocols(options: argparse.Namespace, network: Network) -> list[Protocol[Result]]:

@@ -11,7 +11,6 @@ with --trust-code (eval/foreign_networks.py).
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -129,8 +128,8 @@ def open_network(
     world = distributed.init_distributed(options.device, setting="--device ")
     _require_same_options(options, world)
     options.precision = agreed_precision(options.precision, world)
-    for line in slow_precision("--precision ", options.precision, world.device) if world.rank == 0 else ():
-        print(f"warning: {line}", file=sys.stderr)
+    if world.rank == 0:
+        warn(*slow_precision("--precision ", options.precision, world.device))
     with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         found = read(network)

@@ -20,7 +20,6 @@ import functools
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from utils.checkpoint import format as ckpt
 from utils.checkpoint import tensor_file
 from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
 from utils.checkpoint.tensor_file import DTYPES, NETWORK, Planned, flush, tensor_places, write_planned, write_tensors
-from utils.cli import Advance, int_in_range, make_parser, progress
+from utils.cli import Advance, int_in_range, make_parser, progress, warn
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
@@ -224,7 +223,7 @@ def average_backbones(options: argparse.Namespace) -> None:
     _save(options.out, lambda path: write_tensors(path, means, metadata) if safe else tensor_file.write_object(path, means))
     if len(origins) > 1:
         words = "{} and {} are of unrelated trainings, so their mean may know less than each".format(*origins.values())
-        print(f"warning: {words}; average checkpoints of one run, or of runs with one init.backbone", file=sys.stderr)
+        warn(f"{words}; average checkpoints of one run, or of runs with one init.backbone")
     print(f"{options.out}: the mean of {len(paths)} backbones")
 
 

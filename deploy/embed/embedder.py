@@ -7,7 +7,6 @@ Shapes: n = crops, S = size of a crop, D = embedding size.
 
 import argparse
 import functools
-import sys
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from backbones import build_backbone
 from eval.embed import EmbedSettings, embed_images
 from eval.networks import Network, load_network
+from utils.cli import warn
 from utils.distributed import World, choose_device
 from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16, slow_precision
 
@@ -132,7 +132,7 @@ def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
     """
     device = choose_device(options.device, local_rank)
     precision = choose_precision(options.precision, is_fast_in_bf16(device))
-    for line in slow_precision("--precision ", precision, device) if parent_process() is None else ():  # said once
-        print(f"warning: {line}", file=sys.stderr)
+    if parent_process() is None:  # said once
+        warn(*slow_precision("--precision ", precision, device))
     network, rated = load_network(options, build_backbone), getattr(options, "ser_fiq", False)
     return Embedder(network, device, options.batch_size, AUTOCAST[precision], rated)

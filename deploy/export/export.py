@@ -9,7 +9,6 @@ import functools
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +25,10 @@ from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.format import newest_run
 from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata
+from utils.cli import warn
 from utils.files import check_folder_of, shown, unfinished_folder, write_file
 from utils.image import normalise
-from utils.text import first_line, one_line, plain_table
+from utils.text import first_line, plain_table
 
 from . import checks, graph
 from .hub import ONNX, check_hub, complete, read_known
@@ -252,7 +252,7 @@ def export(options: argparse.Namespace) -> None:
         except ValueError as error:
             if options.precision == "int8" or options.calibrate:
                 raise
-            print(f"warning: the table has no int8: {one_line(error)}", file=sys.stderr)
+            warn(f"the table has no int8: {error}")
     pixels = checks.images_to_compare(sets, network.image_size)
     reference = checks.embeddings_of(network.model, pixels, options.flip)
     if not np.isfinite(reference).all():
@@ -349,7 +349,7 @@ def _verification_sets(options: argparse.Namespace, network: Network) -> list[Pa
         except ValueError as error:
             if options.data or options.max_loss is not None:
                 raise
-            print(f"warning: drawn images are compared, without an accuracy: {one_line(error)}", file=sys.stderr)
+            warn(f"drawn images are compared, without an accuracy: {error}")
     elif options.max_loss is not None:
         raise ValueError(f"--max-loss needs verification sets, and {network.name} names none; name them with --targets SET ...")
     return []

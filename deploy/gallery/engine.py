@@ -3,11 +3,10 @@
 import argparse
 import os
 import re
-import sys
 import warnings
 from typing import Any
 
-from utils.cli import progress
+from utils.cli import progress, warn
 from utils.files import shown
 from utils.text import one_line, pip_install
 
@@ -24,7 +23,7 @@ def export_gallery(options: argparse.Namespace) -> None:
     is_server = re.match("https?://|[^/]+:[0-9]+$", place)
     key = _key() if is_server else None
     if key and place.startswith("http://"):
-        print("warning: --to: over http:// everybody on the way can read the key", file=sys.stderr)
+        warn("--to: over http:// everybody on the way can read the key")
     with Gallery(options.gallery) as gallery, gallery.reading():
         searcher = gallery.searcher()  # checks all vectors
         try:

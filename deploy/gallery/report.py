@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from eval.identification import identify
 from eval.verification import unit_rows
-from utils.cli import progress
+from utils.cli import progress, warn
 from utils.files import check_folder_of, shown, write_file
 from utils.parallel import map_in_order
 from utils.report import captioned_sheet
@@ -185,8 +184,7 @@ def _rates(queries: Sequence[Query], searcher: Searcher, threshold: Threshold | 
     there = {found for _, found in gallery.hashes()}
     own = sum(face.hash in there for face, _ in queries)
     if own:
-        line = f"warning: {own} of the {len(queries)} queries are enrolled pictures themselves, which makes the rates too good"
-        print(line, file=sys.stderr)
+        warn(f"{own} of the {len(queries)} queries are enrolled pictures themselves, which makes the rates too good")
     people, embeddings = [face.picture.person for face, _ in queries], np.stack([face.embedding for face, _ in queries])
     rates = measure(searcher, embeddings, people, None if threshold is None else threshold.cosine)
     for key, value in rates.items():

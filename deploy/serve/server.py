@@ -16,7 +16,6 @@ import itertools
 import re
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from utils.cli import warn
 from utils.text import one_line
 
 from .access import LOOPBACK, Access, Origins
@@ -325,5 +325,5 @@ def _refused(request: Request, error: Any) -> Response:
 
 def _failed(request: Request, error: Exception) -> Response:
     if not isinstance(error, (ClientDisconnect, asyncio.TimeoutError, ConnectionError)):
-        print(f"warning: a request failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
+        warn(f"a request failed: {type(error).__name__}: {error}")
     return _error(500, "this failed; the terminal of the program says why")

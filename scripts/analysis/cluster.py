@@ -13,7 +13,6 @@ Example: face cluster new.npy --calibrate lfw.npy --far 1e-4 --out people.csv --
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from data.recordio.index import distinct
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
-from utils.cli import int_in_range, make_parser, number_in_range, progress, rate_text
+from utils.cli import int_in_range, make_parser, number_in_range, progress, rate_text, warn
 from utils.files import shown, write_csv
 from utils.program import run_main
 from utils.text import prefix_errors
@@ -89,10 +88,9 @@ def run(options: argparse.Namespace) -> None:
         print(f"written: {shown(options.out)}")
         largest = np.bincount(found.labels).max()
         if others is not None and largest > _FAR_MORE * (known := np.bincount(others.labels()[0]).max()):
-            print(
-                f"warning: the largest cluster has {largest:,} faces, the person of most faces in {shown(options.calibrate)} "
-                f"{known:,}: it may join people. Calibrate with faces like these, or lower --far",
-                file=sys.stderr,
+            warn(
+                f"the largest cluster has {largest:,} faces, the person of most faces in {shown(options.calibrate)} {known:,}: "
+                "it may join people. Calibrate with faces like these, or lower --far"
             )
         if dataset is not None and indices is not None:
             write_page(page, f"Clusters of {shown(options.table)}", found, dataset, indices, facts)

@@ -16,7 +16,6 @@ Examples:
 
 import argparse
 import contextlib
-import sys
 from pathlib import Path
 from shlex import quote
 
@@ -30,7 +29,7 @@ from deploy.serve.answers import WHICH_FACE, Answers, result_of
 from eval.networks import add_network_arguments
 from eval.verification import FAR_TARGETS
 from utils.checkpoint.format import newest_run
-from utils.cli import int_in_range, make_parser
+from utils.cli import int_in_range, make_parser, warn
 from utils.files import shown
 from utils.program import run_main
 from utils.text import pip_install
@@ -91,7 +90,7 @@ def serve_page(options: argparse.Namespace) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         print(f"the page is at {server.page} (Ctrl-C ends it)", flush=True)
         if options.host != LOOPBACK and not options.tls:
-            print("warning: keys and pictures are not encrypted; give --tls, or let a proxy do it", file=sys.stderr, flush=True)
+            warn("keys and pictures are not encrypted; give --tls, or let a proxy do it")
         server.serve()
     print("ended", flush=True)  # also after a SIGINT that the shell ignores for programs behind &
 
