@@ -15,7 +15,6 @@ Example: face bench data --quick --parts decode
 import argparse
 import gc
 import os
-import shutil
 import statistics
 import tempfile
 from collections import deque
@@ -26,8 +25,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-import torch
-from tqdm import tqdm
 
 from configs import load_config
 from data.augment import OPERATIONS
@@ -38,15 +35,14 @@ from data.recordio.index import read_index
 from data.sampler import SampleOrder
 from scripts.data.show_augmentation import changed
 from scripts.demo.make_data import DrawnPicture, draw_all
-from utils.cli import int_in_range, make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
 from utils.parallel import torch_threads
 from utils.program import run_main
 
-from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
+from .kit import CPU, add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
 from .plain_data import decoders, index_as_dict, plain_loader
 
-_CPU = torch.device("cpu")
 _BATCH = 256
 
 
@@ -69,12 +65,9 @@ def benchmark(options: argparse.Namespace) -> None:
     cv2.setNumThreads(0)
     results: dict[str, Any] = {"machine": machine("cpu"), "opencv": cv2.__version__}
     print(f"{results['machine']}, OpenCV {results['opencv']}")
-    folder = Path(tempfile.mkdtemp(prefix="benchmark_data_", dir=options.folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix="benchmark_data_", dir=options.folder) as folder:
         for name in options.parts:
-            results[name] = PARTS[name](options, folder)
-    finally:
-        shutil.rmtree(folder)
+            results[name] = PARTS[name](options, Path(folder))
     write_json(options.json, results)
 
 
@@ -109,9 +102,9 @@ def open_set(rank: int, way: str, folder: Path, cache: Path) -> dict[str, float]
     }
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak, so that imports do not count
-    before, opened = peak_bytes(_CPU), []
+    before, opened = peak_bytes(CPU), []
     seconds = seconds_of(lambda: opened.append(ways[way]()))
-    return {"seconds": seconds, "mib": (peak_bytes(_CPU) - before) / 2**20}
+    return {"seconds": seconds, "mib": (peak_bytes(CPU) - before) / 2**20}
 
 
 def make_large_set(folder: Path, num_records: int) -> None:
@@ -121,7 +114,7 @@ def make_large_set(folder: Path, num_records: int) -> None:
     block = np.zeros(1 << 18, np.dtype({"names": names, "formats": ["<u4", "<u4", "<u4", "<f4", "<u8", "<u8", "<u8"]}))
     block["magic"], block["length"], block["image"] = 0xCED7230A, 32, 1
     with open(folder / "train.rec", "wb") as rec, open(folder / "train.idx", "w") as idx:
-        for begin in tqdm(range(0, num_records, len(block)), desc="making the index", unit="block", mininterval=5):
+        for begin in progress(range(0, num_records, len(block)), None, "making the index", "block"):
             keys = np.arange(begin, min(begin + len(block), num_records))
             part = block[: len(keys)]
             part["label"], part["id"] = keys // 20 % (1 << 24), keys
@@ -180,7 +173,7 @@ def _loader_rate(dataset: RecordDataset, threads: int, count: int) -> float:
     batch = min(_BATCH, dataset.num_images)
     order = SampleOrder(dataset.num_images, batch, 0, True)
     steps = -(-count // batch)
-    loader = Loader(dataset, order.samples, 0, steps, threads, 4, _CPU)
+    loader = Loader(dataset, order.samples, 0, steps, threads, 4, CPU)
     return steps * batch / seconds_of(lambda: deque(loader, maxlen=0))
 
 
@@ -197,14 +190,14 @@ def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Watch the resident memory over an epoch of many small records."""
     flat = [cv2.imencode(".jpg", np.full((112, 112, 3), value, np.uint8))[1].tobytes() for value in range(0, 256, 8)]
     with RecordSetWriter(folder / "million", header=False) as writer:
-        for index in tqdm(range(options.epoch), desc="making the set", unit="record", mininterval=5, unit_scale=True):
+        for index in progress(range(options.epoch), None, "making the set", "record"):
             writer.add(index % 1000, flat[index % len(flat)])
     dataset = RecordDataset(folder / "million", folder / "cache")
     order = SampleOrder(dataset.num_images, _BATCH, 0, True)
     steps = dataset.num_images // _BATCH
     seen: list[float] = []
-    loader = Loader(dataset, order.samples, 0, steps, 2, 4, _CPU)
-    for step, _ in enumerate(tqdm(loader, total=steps, desc="an epoch", unit="batch", mininterval=5)):
+    loader = Loader(dataset, order.samples, 0, steps, 2, 4, CPU)
+    for step, _ in enumerate(progress(loader, steps, "an epoch", "batch")):
         if step % max(1, steps // 100) == 0:
             seen.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
     warm = seen[len(seen) // 20 :]

@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
-from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
+from .kit import CPU, add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
 
 _IMAGES, _SIZE, _BLOCK, _FOUND = 4, 512, 4096, 5  # of a person; numbers of a vector; people drawn at once; people found
 
@@ -76,10 +75,10 @@ def benchmark(options: argparse.Namespace) -> None:
 
 def _load(rank: int, path: Path) -> tuple[float, float]:
     """Return the seconds that a gallery takes to load, and the bytes."""
-    before = peak_bytes(torch.device("cpu"))
+    before = peak_bytes(CPU)
     with Gallery(path) as gallery:
         seconds = seconds_of(gallery.searcher)
-    return seconds, peak_bytes(torch.device("cpu")) - before
+    return seconds, peak_bytes(CPU) - before
 
 
 def _plain(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from utils.allocator import keep_freed_memory
 from utils.cli import int_in_range
 from utils.parallel import forks_of_torch
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 END = "<!-- end -->"  # after the tables on a page
 CALLS = 20  # of what is timed on a GPU, between two waits for it
 _CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
@@ -90,7 +90,7 @@ def take_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
     return found
 
 
-def seconds_of(work: Callable[[], object], device: torch.device = _CPU) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device = CPU) -> float:
     """Return the seconds that some work takes, until the device has done it."""
     started = clock(device)
     work()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from data.record_dataset import RecordDataset, classes_of_property
 from data.recordio.image_record import RecordSetWriter, read_index, unpack
@@ -57,7 +56,7 @@ def repair(options: argparse.Namespace) -> None:
     if options.out and options.out.resolve() == options.set.resolve():
         raise ValueError(f"--out {options.out}: the copy must not be written over the set; choose another folder")
     num_classes = classes_of_property(rec_path.with_name("property"))
-    with tqdm(total=rec_path.stat().st_size, unit="B", unit_scale=True, desc="scanning train.rec", delay=2) as bar:
+    with progress([], rec_path.stat().st_size, "scanning train.rec", "B", 2) as bar:
         sound = find_sound(rec_path, bar.update)
     if not len(sound.offsets):
         raise ValueError(f"{rec_path}: no sound record in its {rec_path.stat().st_size} bytes: this is not a RecordIO file")
