@@ -320,10 +320,8 @@ class PartialFC(nn.Module):
             for number, gradient in enumerate(self._passes.gradients(pulls, plan.chunks)):
                 self.kernels.update_rows(self.config.optimizer, self.centre_store, gradient, lr, seed + number, apply)
             self.centre_store.forget()
-            if self._decay is not None:
-                self._decay.record(lr)
-                if self._decay.is_long():
-                    self._decay.catch_up_all(self.centre_store, self.chunk)
+            if self._decay is not None and self._decay.record(lr):
+                self._decay.catch_up_all(self.centre_store, self.chunk)
 
     @torch.no_grad()
     def catch_up(self, purpose: str) -> None:

@@ -99,8 +99,8 @@ class LazyDecay:
         self._rates: list[float] = []
         self._products = np.empty((0, 2, 2))  # [u - base]: the effect of updates u ... count - 1 on (w, m)
 
-    def record(self, lr: float) -> None:
-        """Record one more update with this learning rate."""
+    def record(self, lr: float) -> bool:
+        """Record one more update with this learning rate; return whether all rows should be brought up to date now."""
         self.count += 1
         self._rates.append(lr)
         if isinstance(self.optimizer, RowSGD):
@@ -109,9 +109,6 @@ class LazyDecay:
             if self.optimizer.nesterov:
                 matrix = np.array([[1.0 - lr * decay * (1.0 + mu), -lr * mu**2], [decay, mu]])
             self._products = np.concatenate([matrix @ self._products, matrix[None]])
-
-    def is_long(self) -> bool:
-        """Return whether all rows should be brought up to date now."""
         return len(self._rates) >= self._LONGEST
 
     def catch_up(self, store: CentreStore, select: Select) -> None:
