@@ -274,8 +274,7 @@ class PartialFC(nn.Module):
         rows, expected = len(embeddings) * self.world_size, step.plan.labels.slots.shape[1]
         if rows != expected:
             raise ValueError(f"head: {rows} embeddings over all ranks for {expected} labels; give begin_step the same rows")
-        loss: Tensor = ReadyGradient.apply(embeddings, lambda given: self._compute(given, micro))
-        return loss
+        return ReadyGradient.apply(embeddings, lambda given: self._compute(given, micro))
 
     @torch.no_grad()
     def step(self, lr: float, good: Tensor | None = None) -> None:

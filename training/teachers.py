@@ -70,8 +70,7 @@ class SoftTargets:
         """Return the loss () of embeddings (b, D) of the same images. A collective call."""
         taught = functional.normalize(teacher, dim=1, eps=1e-12)
         unit = functional.normalize(student, dim=1, eps=1e-12)
-        value: Tensor = ReadyGradient.apply(unit, lambda rows: self._compute(rows, taught))
-        return value
+        return ReadyGradient.apply(unit, lambda rows: self._compute(rows, taught))
 
     def _compute(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and its gradient (b, D) with respect to unit embeddings."""
@@ -257,8 +256,7 @@ class SumOverRanks(torch.autograd.Function):
 def embedding_loss(student: Tensor, teacher: Tensor, mse: bool, collectives: Collectives) -> Tensor:
     """Return the loss () between embeddings (b, D) of the same images; see `Teacher.compare`."""
     each = (student - teacher).square().mean(dim=1) if mse else 1 - (_normalise(student) * _normalise(teacher)).sum(dim=1)
-    value: Tensor = SumOverRanks.apply(each.sum() / (len(student) * collectives.world_size), 1.0, collectives)
-    return value
+    return SumOverRanks.apply(each.sum() / (len(student) * collectives.world_size), 1.0, collectives)
 
 
 def relation_loss(student: Tensor, teacher: Tensor, collectives: Collectives) -> Tensor:
@@ -267,8 +265,7 @@ def relation_loss(student: Tensor, teacher: Tensor, collectives: Collectives) ->
     differences = own @ collectives.all_gather(own.detach()).t() - taught @ collectives.all_gather(taught).t()
     total = differences.square().sum() / (len(own) * collectives.world_size) ** 2
     # each pair stands twice in the matrix, and autograd sees the image that is in this rank's rows, not in the columns
-    value: Tensor = SumOverRanks.apply(total, 2.0, collectives)
-    return value
+    return SumOverRanks.apply(total, 2.0, collectives)
 
 
 def _normalise(embeddings: Tensor) -> Tensor:

@@ -190,8 +190,7 @@ def _without_sizes(path: Path) -> bytes:
         for axis, dim in enumerate(entry.type.tensor_type.shape.dim):
             if axis != 1:
                 dim.dim_param = f"{entry.name}_{axis}"
-    data: bytes = model.SerializeToString()
-    return data
+    return model.SerializeToString()
 
 
 _SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
