@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from utils.optim import optimizer_names, weights_of
-from utils.optim.lamb import Lamb
+from utils.optim import Lamb, optimizer_names, weights_of
 from utils.precision import LossScaler
 
 from .format import SOFTMAX
