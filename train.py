@@ -16,7 +16,6 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 from easydict import EasyDict
@@ -208,7 +207,7 @@ def named(head: str, text: str, model: Model) -> str:
     return f"{head}: {text}" if len(model.heads) > 1 else text
 
 
-def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int, log: RunLog) -> None:
+def judge_losses(losses: dict[str, float], model: Model, embedding_size: int, log: RunLog) -> None:
     """Log whether the losses of the first step are those of an untrained network."""
     for name, loss in losses.items():
         head = model.heads[name]

@@ -13,7 +13,6 @@ Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S =
 """
 
 import heapq
-from collections.abc import Sequence
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -374,5 +373,5 @@ def write_page(path: Path, title: str, found: Clusters, dataset: FaceDataset, in
     page.write(path)
 
 
-def _cell(found: Clusters, dataset: FaceDataset, indices: np.ndarray, row: int) -> tuple[np.ndarray | None, Sequence[str]]:
+def _cell(found: Clusters, dataset: FaceDataset, indices: np.ndarray, row: int) -> tuple[np.ndarray | None, tuple[str, str]]:
     return dataset.picture(int(indices[row])), (str(indices[row]), f"{found.labels[row]}: {found.own[row]:.3f}")

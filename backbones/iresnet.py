@@ -9,7 +9,6 @@ Shapes: b = images of this rank, H = W = image_size, 112 unless said otherwise, 
 
 import contextlib
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -219,7 +218,7 @@ class IResNet(nn.Module):
 
     def __init__(
         self,
-        num_blocks: Sequence[int],
+        num_blocks: tuple[int, ...],
         embedding_size: int = 512,
         width: float = 1.0,
         dropout: float = 0.0,

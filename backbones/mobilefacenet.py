@@ -7,8 +7,6 @@ that its published weights load with strict=True. The attribute `layers` at ever
 Shapes: b = images of this rank, h = w = feature map side, D = embedding size.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
@@ -75,7 +73,7 @@ class MobileFaceNet(nn.Module):
 
     def __init__(
         self,
-        num_blocks: Sequence[int],
+        num_blocks: tuple[int, ...],
         scale: int,
         embedding_size: int = 512,
         width: float = 1.0,

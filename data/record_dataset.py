@@ -12,7 +12,6 @@ whether it is an image; in a small set the header must agree. Shapes: n = record
 import functools
 import os
 import shlex
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,7 +66,7 @@ class RecordDataset(FaceDataset):
         """Return the key of a sample's record in train.idx."""
         return int(self._keys[index])
 
-    def layout(self) -> Iterable[np.ndarray]:
+    def layout(self) -> list[np.ndarray]:
         return [self._offsets, np.array([self._file.size])]
 
     def prefetch(self, index: int) -> None:

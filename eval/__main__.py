@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import argparse
 import errno
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from backbones import build_backbone
@@ -92,7 +91,7 @@ def _load_protocols(options: argparse.Namespace, network: Network) -> list[Proto
         raise ValueError(f"{error}; or name other sets with --targets, another folder with --data") from None
 
 
-def _facts(options: argparse.Namespace, network: Network, world: World, protocols: Sequence[Protocol]) -> list[tuple[str, str]]:
+def _facts(options: argparse.Namespace, network: Network, world: World, protocols: list[Protocol]) -> list[tuple[str, str]]:
     """Return the (name, value) pairs for the top of a report."""
     section = network.config.get("backbone", {})
     kind = options.backbone or section.get("name", "")

@@ -8,7 +8,6 @@ Shapes: N = images, T = templates, P = pairs, D = embedding size.
 
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,7 +254,7 @@ def score_pairs(vectors: np.ndarray, numbers: np.ndarray, pairs: np.ndarray, pro
     return scores
 
 
-def published_tar(scores: np.ndarray, same: np.ndarray, far_targets: Sequence[str]) -> dict[str, float]:
+def published_tar(scores: np.ndarray, same: np.ndarray, far_targets: tuple[str, ...]) -> dict[str, float]:
     """Return FAR -> TAR as the papers' scripts compute it: at the point of the ROC curve whose FAR is nearest to the target.
 
     That FAR may be above the target, unlike in `operating_points`. The curve is scikit-learn's, without collinear points. Of

@@ -4,7 +4,6 @@ Source of such a training: You et al., "LVFace", ICCV 2025, https://arxiv.org/ab
 and then takes all of them. Its penalty on the expectation of features, in between, is not here.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from losses import build_margin, margin_arguments
@@ -49,7 +48,7 @@ def head_stages(head: Any, loss: Any, steps_per_epoch: float) -> list[Stage]:
     return stages if head.stages else []
 
 
-def staged_margin(loss: dict[str, Any], stages: Sequence[Stage]) -> Margin:
+def staged_margin(loss: dict[str, Any], stages: list[Stage]) -> Margin:
     """Return the margin of a loss, its `name` and arguments, through these stages; ValueError if one is out of its range."""
     if not stages:
         return build_margin(**loss)

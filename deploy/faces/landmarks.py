@@ -3,7 +3,6 @@
 Landmarks: five points (5, 2) in pixels: left eye, right eye, nose, left and right corner of the mouth.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +70,7 @@ def _numbers_at_end(columns: list[str]) -> list[int]:
     return []
 
 
-def points_of(landmarks: dict[str, np.ndarray], names: Iterable[str]) -> list[np.ndarray]:
+def points_of(landmarks: dict[str, np.ndarray], names: list[str]) -> list[np.ndarray]:
     """Return the points of each picture, found by its relative path or by its file name, each with or without ending.
 
     Raises:

@@ -6,7 +6,6 @@ shard: they are saved with them, by slot, and a run with another number of proce
 Shapes: B = samples of the global micro-batch, D = embedding size, n = classes of the shard, k = samples whose class lies in it.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +73,7 @@ class MarginNumbers:
         return given
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[str, Tensor], lr: float, good: Tensor) -> None:
+    def update(self, gradients: dict[str, Tensor], lr: float, good: Tensor) -> None:
         """Update all trained numbers from their gradients, unless good, () bool, is False."""
         if not self._moments:
             return

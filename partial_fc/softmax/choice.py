@@ -12,7 +12,6 @@ Shapes: B = samples of the global micro-batch, D = embedding size, c = classes o
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +74,7 @@ def choose_form(passes: TwoPass, config: HeadConfig, chunk: int, samples: int, r
     return forms[fastest]
 
 
-def _measured(passes: TwoPass, classes: int, samples: int, forms: Sequence[str]) -> tuple[dict[str, str], list[float]]:
+def _measured(passes: TwoPass, classes: int, samples: int, forms: tuple[str, ...]) -> tuple[dict[str, str], list[float]]:
     """Return why each form cannot be taken, and its time in ms. Never an error: the other ranks wait for these times."""
     try:
         trial = _Trial(passes, classes, samples)

@@ -13,7 +13,6 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -263,7 +262,7 @@ class Translation:
         machines = f" --machines {self.gpus // 8} --head HOST" if self.gpus > 8 and self.gpus % 8 == 0 else ""
         return f"./face train {shlex.quote(config)}{machines}"
 
-    def text(self, name: str, lost: Sequence[str]) -> str:
+    def text(self, name: str, lost: list[str]) -> str:
         """Return the YAML."""
         lines = [f"# {self.command(ascii(name)[1:-1])}", "# From a configuration of arcface_torch."]
         lines += [f"# Not converted: {line}" for line in lost]

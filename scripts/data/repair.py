@@ -12,7 +12,6 @@ Example: face data repair /data/ms1m-retinaface-t1 --out /data/mended
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,7 +119,7 @@ def _old_index(rec_path: Path, sound: Sound) -> tuple[tuple[np.ndarray, np.ndarr
     return old, ""
 
 
-def _tell(faults: Sequence[Fault]) -> None:
+def _tell(faults: list[Fault]) -> None:
     for fault in faults[:_SHOWN]:
         name = f"record {fault.record}, " if fault.record else ""
         print(f"BAD  {name}byte {fault.byte}: {fault.reason}")

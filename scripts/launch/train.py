@@ -24,7 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> int | None:
     return importlib.import_module("train").run(options) if options.check or not several else _start(several, options)
 
 
-def _start(several: Sequence[str], options: argparse.Namespace) -> int:
+def _start(several: list[str], options: argparse.Namespace) -> int:
     # the check so that a mistake is one line, and not one for each process and restart. A fork need not import torch again
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     check = context.Process(target=_check, args=(options,))

@@ -20,7 +20,6 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +101,7 @@ def in_words(key: str, value: Any) -> str:
     return f"{value[0]}, {value[1]}-d, width {value[2]}" if named else "none" if value == [] else str(value)
 
 
-def sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def sections(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration by name; those of a task as, for example, `tasks.asia.head`."""
     found = {name: values for name, values in config.items() if isinstance(values, dict)}
     for task in config.get("tasks", ()):
