@@ -137,6 +137,7 @@ FOLDS = 10  # those of the published protocol, for every set
 _ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
 _EER_SAMPLES = 200  # of its interval; fewer than for TAR, because each costs much more
 _ROWS_AT_ONCE = 256  # their float64 differences stay in the processor's cache
+Pairs = tuple[np.ndarray, np.ndarray]  # (P,) int64 twice: the rows of each pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +218,13 @@ def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
     return unit_rows(plain.astype(np.float64) + mirrored)
 
 
-def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> np.ndarray:
-    """Return the (P,) squared Euclidean distances between rows (P, D) and rows (P, D), in float64."""
-    distances = np.empty(len(embeddings_a))
+def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray, pairs: Pairs | None = None) -> np.ndarray:
+    """Return the (P,) squared Euclidean distances between rows (P, D) and rows (P, D), or those of `pairs`, in float64."""
+    first, second = pairs or [np.arange(len(embeddings_a))] * 2
+    distances = np.empty(len(first))
     for start in range(0, len(distances), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        difference = np.subtract(embeddings_a[rows], embeddings_b[rows], dtype=np.float64)
+        difference = np.subtract(embeddings_a[first[rows]], embeddings_b[second[rows]], dtype=np.float64)
         distances[rows] = np.square(difference, out=difference).sum(axis=1)
     return distances
 
@@ -234,26 +236,27 @@ def verify(
     num_folds: int = FOLDS,
     *,
     xnorm: float,
+    pairs: Pairs | None = None,
     plain_distances: np.ndarray | None = None,
     norms: np.ndarray | None = None,
 ) -> VerificationResult:
     """Return all the numbers of a set from its unit embeddings (P, D), (P, D) and labels (P,).
 
     Args:
-        embeddings_a: first image of each pair, a row of `fuse_views`.
-        embeddings_b: second image of each pair, likewise.
+        embeddings_a, embeddings_b: the images of each pair, rows of `fuse_views`.
+        pairs: which rows of the two are a pair, so that an image in many pairs needs one row; None = those of one place.
         xnorm: the mean norm of the raw embeddings of both views, copied to the result.
         plain_distances: (P,), of the embeddings without their mirror images.
         norms: (N,), copied to the result.
     """
-    if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != embeddings_a.shape[:1]:
+    if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != (pairs or embeddings_a.T)[0].shape:
         raise ValueError(
             "verification takes two arrays (P, D) and labels (P,), "
             f"got {embeddings_a.shape}, {embeddings_b.shape} and {same.shape}"
         )
     same = same.astype(bool)
-    _check_unit_rows(embeddings_a, embeddings_b)
-    distances = pair_distances(embeddings_a, embeddings_b)
+    _check_unit_rows(*[embeddings_a, embeddings_b][embeddings_b is embeddings_a :])
+    distances = pair_distances(embeddings_a, embeddings_b, pairs)
     accuracy_per_fold, threshold_per_fold = fold_accuracy(distances, same, num_folds)
     genuine, impostor = np.sort(distances[same]), np.sort(distances[~same])
     both_kinds = genuine.size > 0 and impostor.size > 0
@@ -325,9 +328,9 @@ def unit_rows(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.float64, copy=False) / np.where(norms == 0, 1, norms)[:, None]
 
 
-def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None:
+def _check_unit_rows(*embeddings: np.ndarray) -> None:
     """Raise ValueError for rows that are not finite, or neither of unit length nor zero."""
-    norms = np.concatenate([row_norms(embeddings_a), row_norms(embeddings_b)])
+    norms = np.concatenate(list(map(row_norms, embeddings)))
     num_bad = int(np.count_nonzero(~np.isfinite(norms)))
     if num_bad:
         raise ValueError(

@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,20 @@ def test_verify_hands_over_pairs_counts_and_every_number():
     half = 1.96 * sum(parts) ** 0.5
     assert intervals["auc"] == pytest.approx((result.auc - half, result.auc + half))
     assert intervals["eer"][0] < result.eer < intervals["eer"][1]
-    views = np.random.default_rng(0).normal(size=(2, 600, 8)).astype(np.float32)
-    pairs = PairSet("", [], np.arange(0, 600, 2), np.arange(1, 600, 2), np.arange(300) % 3 < 2)
-    alone = pair_distances(*(_unit(views[0])[first::2] for first in (0, 1)))
-    assert pairs.verify_views(*views).plain_accuracy == np.mean(fold_accuracy(alone, pairs.same)[0])
+
+
+@pytest.mark.numeric
+def test_an_image_of_many_pairs_needs_one_row_and_the_numbers_are_those_of_a_row_for_each_pair():
+    views = np.random.default_rng(0).normal(size=(2, 30, 512))
+    pairs = PairSet("", [], np.arange(4000) % 30, np.arange(4000) % 7, np.arange(4000) % 3 < 2)
+    tracemalloc.start()
+    result = pairs.verify_views(*views)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 4000 * 512 * 8 / 2  # bytes
+    alone, fused = (pair_distances(rows[pairs.first], rows[pairs.second]) for rows in map(_unit, (views[0], views.sum(axis=0))))
+    assert result.plain_accuracy == np.mean(fold_accuracy(alone, pairs.same)[0])
+    np.testing.assert_allclose(result.distances, fused, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [True, False])

@@ -90,16 +90,9 @@ class PairSet(Protocol[VerificationResult]):
     def verify_views(self, plain: np.ndarray, mirrored: np.ndarray) -> VerificationResult:
         """Return the numbers from the raw embeddings (N, D) of the images and of their mirror images."""
         fused, alone = fuse_views(plain, mirrored), fuse_views(plain, np.zeros_like(plain))
-        norms = [row_norms(plain), row_norms(mirrored)]
-        return verify(
-            fused[self.first],
-            fused[self.second],
-            self.same,
-            FOLDS,
-            xnorm=float(np.mean(norms)),
-            plain_distances=pair_distances(alone[self.first], alone[self.second]),
-            norms=norms[0],
-        )
+        norms, pairs = [row_norms(plain), row_norms(mirrored)], (self.first, self.second)  # no copy of a row for each pair
+        mean, apart = float(np.mean(norms)), pair_distances(alone, alone, pairs)
+        return verify(fused, fused, self.same, FOLDS, xnorm=mean, pairs=pairs, plain_distances=apart, norms=norms[0])
 
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.
