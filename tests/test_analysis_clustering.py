@@ -4,6 +4,7 @@ import csv
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -199,6 +200,13 @@ def test_thresholds_accept_the_share_of_pairs_of_groups_of_two_people():
             allowed = int(1e-2 * len(means))
             accepted = (means[:, None] >= found[low, high] + np.array([1e-6, -4e-5])).sum(axis=0)
             assert accepted[0] <= allowed < accepted[1], (low, high)  # a bin is 3e-5 wide
+
+
+def test_the_comparison_of_groups_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+    bar = mock.MagicMock()
+    monkeypatch.setattr(analysis.clustering, "progress", bar)
+    thresholds_at(*_faces(30, 2, 0.9), "1e-2")  # 60 faces, 30 groups of two
+    assert bar.call_args.args[1] == 90 * 89 // 2 and bar().__enter__().update.called
 
 
 def test_sizes_whose_rate_cannot_be_measured_have_the_threshold_of_smaller_ones():
