@@ -545,6 +545,13 @@ def test_any_other_name_is_a_name(gallery: Gallery, name: str):
     assert gallery.remove(people=gallery.people()) == 1 and gallery.people() == {}
 
 
+def test_a_check_shows_how_many_faces_it_has_read(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
+    bar = mock.Mock(side_effect=lambda items, *words, delay: items)
+    monkeypatch.setattr(gallery_store, "progress", bar)
+    gallery.add([*new_images(np.random.default_rng(0), ["a", "b"]), *new_images(np.random.default_rng(1), ["c"], pixels=False)])
+    assert gallery.check() == 2 and bar.call_args == mock.call([1, 2], None, "reading the faces", "face", delay=5)
+
+
 def test_an_embedding_without_a_direction_is_refused_and_nobody_is_enrolled(gallery: Gallery):
     images = new_images(np.random.default_rng(0), ["a", "b"])
     for bad in (np.zeros(DIM), np.full(DIM, np.nan), np.full(DIM, np.inf), np.ones(DIM + 1)):

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from utils.cli import progress
 from utils.files import shown
 from utils.image import decode_rgb, to_png
 from utils.text import did_you_mean, one_line, prefix_errors
@@ -114,8 +115,11 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
     def images(self) -> list[Image]:
         """Return the images in the order of their numbers."""
         with self.reading():
-            kinds = (int, str, str, bytes, int, float, float, int, bytes, bytes)
-            return [Image(*row) for row in self._rows(_IMAGES, kinds)]
+            return [*self._images()]
+
+    def _images(self) -> Iterator[Image]:
+        kinds = (int, str, str, bytes, int, float, float, int, bytes, bytes)
+        return (Image(*row) for row in self._rows(_IMAGES, kinds))
 
     def hashes(self) -> list[tuple[str, bytes]]:
         """Return person and hash of each image, person by person."""
@@ -207,8 +211,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         self.searcher()  # reads and checks all vectors
         with self.reading():
             db.check_pages(self._database, self.path, "integrity_check")
-            with_face = [image.number for image in self.images() if image.face_sum]
-            for number in with_face:
+            with_face = [image.number for image in self._images() if image.face_sum]
+            for number in progress(with_face, None, "reading the faces", "face", delay=5):
                 self.picture(number)
         return len(with_face)
 
