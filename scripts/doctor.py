@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.cli import make_parser
-from utils.machine import num_cores
+from utils.machine import left_to_container, num_cores
 from utils.text import pip_install
 
 _ROOT = Path(__file__).parents[1]
@@ -83,9 +83,10 @@ def cores() -> str:
 
 
 def memory() -> str:
-    """Return free and total memory, without the limits of control groups."""
+    """Return free and total memory, the free one within the limits of control groups."""
     found = {key: int(value) / 2**20 for key, value in re.findall(r"^(Mem\w+): +(\d+) kB$", _read("/proc/meminfo"), re.M)}
-    return f"{found['MemAvailable']:.1f} GiB free of {found['MemTotal']:.1f}" if "MemAvailable" in found else "unknown"
+    free = min(found.get("MemAvailable", 0), left_to_container() / 2**30)
+    return f"{free:.1f} GiB free of {found['MemTotal']:.1f}" if found else "unknown"
 
 
 def gpu() -> str:
@@ -123,8 +124,7 @@ def check_package(pin: Pin) -> tuple[str, str]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "missing" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({reason})"
         return f"{what}; {pip_install(f'{pin.package}=={pin.version}')}", ""
-    own = str(version).partition("+")[0]  # 2.13.0+cpu
-    return "", "" if own == pin.version else f"{version}, but the tests run with {pin.version}"
+    return "", "" if str(version).partition("+")[0] == pin.version else f"{version}, but the tests run with {pin.version}"
 
 
 def compiler() -> str:

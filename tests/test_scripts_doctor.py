@@ -52,6 +52,7 @@ def test_it_reports_the_machine_and_the_newest_run_where_training_can_run(
     driver.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 575.1'\n")
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "left_to_container", lambda: 3 << 28)
     monkeypatch.setenv("CC", r"printf '\374 15'")  # a translated name, in Latin-1
     checkpoint_path(run, 12).mkdir(parents=True)
     (checkpoint_path(run, 12) / "manifest.json").write_text("{}")
@@ -61,7 +62,7 @@ def test_it_reports_the_machine_and_the_newest_run_where_training_can_run(
     for line in (
         "processor +.+: .+",
         rf"cores +{num_cores()} of \d+",
-        r"memory +[\d.]+ GiB free of",
+        r"memory +0\.8 GiB free of [\d.]+$",
         "GPU +NVIDIA H100, 81559 MiB, 575.1; torch sees",
         "torch +2",
         "C compiler +\ufffd 15$",
