@@ -225,6 +225,9 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
         assert f"{started.pop()} ".startswith(f"{expected} ") and not started, (lines, visible, overrides)
     assert train.main([str(config), "--machines", "2", "--head", "127.0.0.1"]) == 1
     assert ",read_timeout=600 " in started.pop() and os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *host: socket.inet_aton("no address"))
+    assert train.main([str(config), "--processes", "3"]) == 1 and not started
+    assert capsys.readouterr().err.startswith("error: --processes: localhost has no address here; write ")
 
 
 @pytest.mark.parametrize("launcher", ["face", "torchrun"])

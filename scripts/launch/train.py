@@ -44,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
     parser.add_argument("--check", action="store_true", help="do what comes before the first step, without a run folder")
     parser.add_argument("--processes", "--gpus", type=int_in_range(1, 1024), metavar="N", help="default: one per GPU, or 1")
-    parser.add_argument(
-        "--restarts", type=int_in_range(0, 1000), metavar="N", help="after a crash; default 3, for one process 0"
-    )
+    parser.add_argument("--restarts", type=int_in_range(0, 1000), metavar="N", help="after a crash; default 3, one process 0")
     parser.add_argument("--machines", type=int_in_range(1, 10_000), metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--head", metavar="HOST[:PORT]", help=f"one of the machines; its port (default {_PORT}) must be free")
     parser.add_argument("--run-id", metavar="NAME", help="what tells runs on one head apart; default: run.name")
@@ -106,13 +104,16 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
         arguments.append(f"--signals-to-handle=SIGTERM,SIGINT,{hangup}SIGQUIT,SIGUSR1")
     else:  # it would die of SIGUSR1 and leave its processes running
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        socket.getaddrinfo("localhost", None)  # which torchrun takes for a free port, on several machines, too
+    except OSError:
+        raise ValueError("--processes: localhost has no address here; write 127.0.0.1 localhost into /etc/hosts") from None
     if options.machines == 1:
         return [*arguments, "--standalone", "--local-addr=localhost"]  # the name of this machine may have no address
-    host, port, is_head, own = find_head(options.head)
+    host, port, is_head, own = find_head(options.head)  # which may start last, hence the timeout
     here = options.is_head == "yes" if options.is_head else is_head
     arguments += [f"--nnodes={options.machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
-    arguments += [f"--rdzv-conf=is_host={int(here)},read_timeout=600"]  # the head may start last
-    arguments += [f"--rdzv-id={options.run_id or run.name}"]
+    arguments += [f"--rdzv-conf=is_host={int(here)},read_timeout=600", f"--rdzv-id={options.run_id or run.name}"]
     return [*arguments, f"--local-addr={own}"] if own else arguments
 
 
