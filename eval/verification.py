@@ -218,9 +218,13 @@ def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
     return unit_rows(plain.astype(np.float64) + mirrored)
 
 
+def _in_place(rows: np.ndarray) -> Pairs:
+    return np.arange(len(rows)), np.arange(len(rows))
+
+
 def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray, pairs: Pairs | None = None) -> np.ndarray:
     """Return the (P,) squared Euclidean distances between rows (P, D) and rows (P, D), or those of `pairs`, in float64."""
-    first, second = pairs or [np.arange(len(embeddings_a))] * 2
+    first, second = pairs or _in_place(embeddings_a)
     distances = np.empty(len(first))
     for start in range(0, len(distances), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -249,13 +253,14 @@ def verify(
         plain_distances: (P,), of the embeddings without their mirror images.
         norms: (N,), copied to the result.
     """
-    if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != (pairs or embeddings_a.T)[0].shape:
+    first, second = pairs = pairs or _in_place(embeddings_a)
+    if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or not same.shape == first.shape == second.shape:
         raise ValueError(
             "verification takes two arrays (P, D) and labels (P,), "
             f"got {embeddings_a.shape}, {embeddings_b.shape} and {same.shape}"
         )
     same = same.astype(bool)
-    _check_unit_rows(*[embeddings_a, embeddings_b][embeddings_b is embeddings_a :])
+    _check_unit_rows(embeddings_a, *([] if embeddings_b is embeddings_a else [embeddings_b]))
     distances = pair_distances(embeddings_a, embeddings_b, pairs)
     accuracy_per_fold, threshold_per_fold = fold_accuracy(distances, same, num_folds)
     genuine, impostor = np.sort(distances[same]), np.sort(distances[~same])

@@ -44,7 +44,7 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     return Parser(prog=command, description=docstring)
 
 
-Advance = Callable[[int], object]  # of a bar: takes the number of items that are done since its last call
+Advance = Callable[[int], object]  # of a bar: takes the number of items done since its last call; `int` shows nothing
 
 
 class _Hidden(list):
