@@ -493,11 +493,14 @@ def test_a_checkpoint_that_lost_its_manifest_is_put_aside(dataset: Path, tmp_pat
     _refused_untouched(small_run(dataset, tmp_path, *overrides), "every checkpoint of .* is damaged", capsys)
 
 
-def test_checkpoints_that_cannot_be_listed_are_no_new_run(
+def test_checkpoints_without_the_right_to_read_or_list_them_are_neither_damaged_nor_a_new_run(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     arguments, whole = small_run(dataset, tmp_path, "eval.targets=[]", "train.max_steps=2"), os.listdir
     assert train.main(arguments) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path).name != "manifest.json")
+        _refused_untouched(arguments, r"step_00000002: no right to read its files; give it, or start as the user", capsys)
 
     def refuse(path: Path) -> list[str]:
         if Path(path).name == "checkpoints":

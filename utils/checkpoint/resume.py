@@ -177,6 +177,8 @@ def _newest_sound(
 ) -> Path:
     """Return the newest undamaged checkpoint of `found`; the damaged ones, also those given, are set aside, not deleted."""
     for path in reversed(found):
+        if not all(os.access(file, os.R_OK) for file in path.iterdir()):  # which is no damage
+            raise ValueError(f"checkpoint {path}: no right to read its files; give it, or start as the user who saved them")
         try:
             ckpt.read_manifest(path)
         except ValueError as error:
@@ -202,8 +204,7 @@ def _began_with(checkpoint: Path, resume: str) -> bool:
     if resume in ("never", "auto"):
         return False
     try:
-        config = ckpt.read_manifest(checkpoint)["config"]
-        return bool(config["checkpoint"]["resume"] == resume)
+        return bool(ckpt.read_manifest(checkpoint)["config"]["checkpoint"]["resume"] == resume)
     except (ValueError, KeyError, TypeError):
         return False
 
