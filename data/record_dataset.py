@@ -192,7 +192,7 @@ def classes_of_property(path: Path) -> int | None:
     try:
         text = read_bytes(path, MAX_SMALL_TEXT)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}. Correct or delete it") from None
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     number = text.split(b"\n")[0].split(b",")[0].strip()
     if not number.isdigit() or len(number) > 8 or int(number) > MAX_CLASSES:
         raise ValueError(f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it")

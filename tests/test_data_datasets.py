@@ -192,6 +192,13 @@ def test_property_that_contradicts_the_labels_is_an_error(text: str, reason: str
         RecordDataset(_write(tmp_path, [(0, 0, b"image"), (1, 2, b"image")], text))
 
 
+def test_property_that_cannot_be_read_is_not_to_be_deleted(tmp_path: Path) -> None:
+    folder = _write(tmp_path, [(0, 0, b"image"), (1, 2, b"image")])
+    (tmp_path / "property").mkdir()
+    with pytest.raises(ValueError, match=r"property: cannot be read: [^.]*$"):
+        RecordDataset(folder)
+
+
 def _write_image(path: Path, value: int, height: int = 112) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     assert cv2.imwrite(str(path), np.full((height, 112, 3), (value, 0, 0), dtype=np.uint8))
