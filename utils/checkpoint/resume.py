@@ -177,7 +177,7 @@ def _newest_sound(
 ) -> Path:
     """Return the newest undamaged checkpoint of `found`; the damaged ones, also those given, are set aside, not deleted."""
     for path in reversed(found):
-        if not all(os.access(file, os.R_OK) for file in path.iterdir()):  # which is no damage
+        if any(file.exists() and not os.access(file, os.R_OK) for file in path.iterdir()):  # which is no damage
             raise ValueError(f"checkpoint {path}: no right to read its files; give it, or start as the user who saved them")
         try:
             ckpt.read_manifest(path)
