@@ -10,6 +10,7 @@ import contextlib
 import csv
 import errno
 import hashlib
+import heapq
 import io
 import itertools
 import os
@@ -184,7 +185,7 @@ class _Search:
         self.loose = 0
         self.entered: list[str] = []
         self.unreadable: set[str] = set()  # at the top
-        self.links: list[str] = []  # to folders, not yet followed
+        self.links: list[str] = []  # to folders, not yet followed; a heap
         self.seen: set[tuple[int, int]] | None = None  # (device, inode) of the folders entered; None until there is a link
 
     def enter(self, inside: str) -> None:
@@ -213,7 +214,8 @@ class _Search:
             for entry in listed:
                 if self.is_folder(entry, inside):
                     if inside or entry.name[0] != ".":
-                        (self.links if entry.is_symlink() else waiting).append(os.path.join(inside, entry.name))
+                        below = os.path.join(inside, entry.name)
+                        heapq.heappush(self.links, below) if entry.is_symlink() else waiting.append(below)
                 elif inside or self.top:
                     if entry.name.lower().endswith(self.suffixes):
                         self.files.append(os.path.join(inside, entry.name))
@@ -238,8 +240,7 @@ class _Search:
         above = [self.root, *map(str, Path(self.root).parents)]
         self.seen = {_inode(path) for path in above} | {_inode(os.path.join(self.root, path)) for path in self.entered}
         while self.links:
-            self.links.sort(reverse=True)
-            link = self.links.pop()
+            link = heapq.heappop(self.links)
             path = os.path.join(self.root, link)
             if _inode(path) in self.seen:
                 self.passed.append(f"{shown(link)}: a link to {shown(os.path.realpath(path))}, which is searched already")
