@@ -166,8 +166,7 @@ def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarr
         parts.append(sum(vectors[last - back] for back in range(size)) / np.float32(size))
         owners.append(labels[last])
     groups = np.repeat(np.arange(len(SIZES)), list(map(len, owners)))
-    total = len(groups) * (len(groups) - 1) // 2
-    with progress([], total, "comparing groups", "pair", delay=5) as bar:
+    with progress([], len(groups) * (len(groups) - 1) // 2, "comparing groups", "pair", delay=5) as bar:
         counts = count_pairs(np.concatenate(parts), np.concatenate(owners), groups, advance=bar.update)
     found = np.full((len(SIZES), len(SIZES)), np.nan)
     for low, high in np.argwhere(np.triu(np.ones(found.shape))).tolist() if counts.genuine.any() else []:
