@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import ks_2samp
 from sklearn.metrics import roc_auc_score, roc_curve
 from sklearn.model_selection import KFold
 
+from eval import verification
 from eval.pair_sets.bin_file import PairSet
 from eval.verification import (
     VerificationResult,
@@ -285,6 +287,22 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
         assert "1e-6" not in interval
         hits += interval["1e-1"][0] <= truth <= interval["1e-1"][1]
     assert hits >= 33
+
+
+@pytest.mark.parametrize("digits", [9, 1])  # 1: with ties
+def test_intervals_are_those_of_pairs_drawn_again_one_by_one(digits: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verification, "_interval", lambda values: values)
+    kinds, rng, targets = _distances(3, 60, 35, digits=digits), np.random.default_rng(0), ("1e-1", "5e-1")
+    found = bootstrap_intervals(*kinds, 0.9, targets, samples=2000)
+    drawn: dict[str, list] = {}
+    for _ in range(2000):
+        sample = [np.sort(rng.choice(kind, kind.size)) for kind in kinds]
+        for point in operating_points(*sample, targets):
+            drawn.setdefault(point.target, []).append(point.tar)
+        drawn.setdefault("eer", []).append(equal_error_rate(*sample))
+    assert found.keys() - drawn.keys() == {"accuracy"}
+    for name, values in drawn.items():  # as far apart as two draws from one distribution are in one of 10,000 tests
+        assert ks_2samp(*np.round([found[name], values], 9)).pvalue > 1e-4, name
 
 
 def test_the_interval_of_accuracy_is_that_of_a_share():
