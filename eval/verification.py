@@ -113,8 +113,7 @@ def bootstrap_intervals(
     Genuine and impostor pairs, sorted distances, are resampled separately, and the threshold is chosen again in each sample.
     The resampled number of right answers is binomial, by the mean accuracy over the folds. Pairs are assumed independent;
     pairs that share a person are not, so the true intervals are somewhat wider. No sample is drawn pair by pair: the place of
-    its k-th smallest distance has a beta distribution, and of its pairs between two distances a binomial number is below a
-    third.
+    its k-th smallest distance has a beta distribution, and how many pairs between two distances lie below a third a binomial.
     """
     rng, sizes = np.random.default_rng(seed), np.array([[genuine.size], [impostor.size]])
     found = {"accuracy": _interval(rng.binomial(sizes.sum(), accuracy, samples) / sizes.sum())}
