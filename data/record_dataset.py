@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
+from utils.cli import progress
 from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 
 from .base import FaceDataset
@@ -203,7 +203,7 @@ def _read_labels(records: IndexedRecordFile) -> np.ndarray:
     """Return the classes (n,) int32 of all records, -1 for records without an image: headers and identity records."""
     labels = np.full(len(records), -1, dtype=np.int32)
     # the bar shows if it takes more than a few seconds (a cold disk, a network)
-    with tqdm(total=len(records), unit="record", desc=f"reading the headers of {records.path}", delay=5, mininterval=5) as bar:
+    with progress([], len(records), f"reading the headers of {records.path}", "record", delay=5) as bar:
         for headers in records.headers():
             is_image = headers.payload_sizes > 0
             missing = ~is_image & (headers.flags != 2)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from utils.cli import progress
 from utils.files import check_file, reading, shown
 from utils.image import IMAGE_SUFFIXES
 
@@ -84,7 +84,7 @@ class TarDataset(FaceDataset):
 def _index_shards(files: Sequence[Path]) -> Arrays:
     """Return shards (N,) int32, offsets (N,), sizes (N,) and name_ends (N,) int64, labels (N,) int32, names uint8."""
     columns, names = tuple(array(kind) for kind in "iqqiq"), bytearray()  # tuples would take 200 bytes for each image
-    for number, file in enumerate(tqdm(files, unit="shard", desc="reading the headers of the shards", delay=5, mininterval=5)):
+    for number, file in enumerate(progress(files, len(files), "reading the headers of the shards", "shard", delay=5)):
         for name, offset, size, label in _samples_of(file):
             names += os.fsencode(name)
             for column, value in zip(columns, (number, offset, size, label, len(names)), strict=True):

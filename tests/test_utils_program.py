@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from utils import program
 from utils.cli import progress
@@ -83,8 +85,13 @@ def test_no_place_for_temporary_files_or_sockets_is_a_line(monkeypatch: pytest.M
     assert second.startswith("error: ") and second.endswith("set TMPDIR to a folder with a shorter path")
 
 
-def test_a_bar_that_is_not_shown_starts_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tqdm.tqdm", pytest.fail)
-    with progress(range(2), 2, "counting", "number", shown=False) as bar:
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_bar_starts_no_thread_and_no_lock_of_all_processes(shown: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)  # as after its import
+    monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.delattr(TqdmDefaultWriteLock, "mp_lock", raising=False)
+    monkeypatch.setattr("multiprocessing.RLock", pytest.fail)
+    before = threading.active_count()
+    with progress(range(2), 2, "counting", "number", shown=shown) as bar:
         bar.update(1)
-        assert list(bar) == [0, 1]
+        assert list(bar) == [0, 1] and threading.active_count() == before

@@ -19,5 +19,4 @@ The threads of a process that trains:
     watchdog's question        asks where the other ranks were; only at an error
     watchdog's last word       tells how this rank ends; only on CUDA
     tensorboard                writes the event file
-    tqdm                       progress bars
 """

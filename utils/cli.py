@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,27 +48,22 @@ def make_parser(command: str, docstring: str | None) -> Parser:
 Advance = Callable[[int], object]  # of a bar: takes the number of items done since its last call; `int` shows nothing
 
 
-class _Hidden(list):
-    """The items, in place of a bar that is not shown: tqdm would start a thread, and from Python 3.14 on a process, too."""
+def progress(
+    items: Iterable, total: int | None, what: str | None, unit: str, delay: float = 0.0, shown: bool = True, **more: Any
+) -> "tqdm":
+    """Return the items under a progress bar, shown after a delay, which writes fewer lines if stderr is not a terminal.
 
-    def __enter__(self) -> "_Hidden":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, count: int) -> None:
-        """Do nothing."""
-
-
-def progress(items: Iterable, total: int | None, what: str, unit: str, delay: float = 0.0, shown: bool = True) -> "tqdm":
-    """Return the items under a progress bar, shown after a delay, which writes fewer lines if stderr is not a terminal."""
-    if not shown:
-        return _Hidden(items)
+    Args:
+        more: arguments of tqdm.
+    """
     from tqdm import tqdm
 
-    more = {"delay": delay, "mininterval": 0.1 if os.isatty(2) else 5.0, "position": 0}  # no cursor is moved for one in another
-    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", **more)
+    if tqdm.monitor_interval:
+        tqdm.monitor_interval = 0  # no thread, which miniters=1 makes superfluous
+        tqdm.set_lock(threading.RLock())  # tqdm's own is shared by processes; Python 3.14 starts one to watch over it
+    more = {"mininterval": 0.1 if os.isatty(2) else 5.0, "position": 0} | more  # no cursor is moved for one in another
+    more |= {"delay": delay, "miniters": 1, "disable": not shown, "unit_scale": unit == "B"}
+    return tqdm(items, total=total, desc=what, unit=unit, **more)
 
 
 def warn(*lines: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .cli import progress
 from .files import MAX_TEXT, lines_of, open_own, read_bytes, write_file
 from .text import printable
 
@@ -88,7 +89,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._before = threading.excepthook
         threading.excepthook = self._on_thread_error
         if sys.stderr.isatty():
-            self.bar = tqdm(total=total_steps, initial=start_step, dynamic_ncols=True, bar_format=_BAR)
+            self.bar = progress([], total_steps, None, "step", initial=start_step, dynamic_ncols=True, bar_format=_BAR)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self.active:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
-from utils.cli import make_parser
+from utils.cli import make_parser, progress
 from utils.program import run_main
 
 from .kit import add_common_arguments, write_json
@@ -98,7 +97,7 @@ def train(
     margin = build_margin("arcface", scale=64.0, margin=0.5)
     head = PartialFC(margin, len(means), _DIM, seed=seed, config=HeadConfig(optimizer=RowSGD(0.9, 5e-4), **arguments))
     generator = torch.Generator().manual_seed(3 + seed)
-    for step in tqdm(range(steps), leave=False, ncols=80):
+    for step in progress(range(steps), steps, "training", "step", leave=False):
         embeddings, labels = draw(means, generator, _BATCH)
         head.begin_step(labels[None], step)
         head(embeddings)
