@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
     parser.add_argument("--check", action="store_true", help="do what comes before the first step, without a run folder")
     parser.add_argument("--processes", "--gpus", type=int_in_range(1, 1024), metavar="N", help="default: one per GPU, or 1")
-    parser.add_argument("--restarts", type=int_in_range(0, 1000), metavar="N", help="after a crash; default 3, one process 0")
+    parser.add_argument("--restarts", type=int_in_range(0, 1000), metavar="N", help="on a crash; default 3, for one process 0")
     parser.add_argument("--machines", type=int_in_range(1, 10_000), metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--head", metavar="HOST[:PORT]", help=f"one of the machines; its port (default {_PORT}) must be free")
     parser.add_argument("--run-id", metavar="NAME", help="what tells runs on one head apart; default: run.name")
