@@ -86,7 +86,7 @@ def memory() -> str:
     """Return free and total memory, the free one within the limits of control groups."""
     found = {key: int(value) / 2**20 for key, value in re.findall(r"^(Mem\w+): +(\d+) kB$", _read("/proc/meminfo"), re.M)}
     free = min(found.get("MemAvailable", 0), left_to_container() / 2**30)
-    return f"{free:.1f} GiB free of {found['MemTotal']:.1f}" if found else "unknown"
+    return f"{free:.1f} GiB free of {found['MemTotal']:.1f}" if "MemAvailable" in found else "unknown"
 
 
 def gpu() -> str:

@@ -70,3 +70,5 @@ def test_it_reports_the_machine_and_the_newest_run_where_training_can_run(
     ):
         assert re.search(f"^{line}", said, re.M), line
     assert said.endswith("\ntraining can run\n")
+    monkeypatch.setattr(doctor, "_read", lambda path: "MemTotal:       16384000 kB\n")
+    assert doctor.memory() == "unknown"  # what is free, which is not none
