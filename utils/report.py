@@ -1,7 +1,7 @@
-"""Draws pictures for reports as PNG bytes: sheets of faces, histograms, and figures of matplotlib without pyplot.
+"""What reports consist of: pictures as PNG bytes (sheets of faces, histograms, figures of matplotlib), and a page of HTML.
 
 Captions are drawn in the font that comes with matplotlib, by Pillow, which comes with it too. matplotlib takes a second to
-import, so both are imported where they are first used. No window is opened, and no state is shared by two figures.
+import, so both are imported where they are first used. Without pyplot no window opens, and two figures share no state.
 Shapes: H, W = height and width of a face in pixels.
 """
 
@@ -148,7 +148,7 @@ _STYLE = Path(__file__).with_suffix(".css")
 
 
 class Page:
-    """A page of HTML, collected from top to bottom: `write` puts all, pictures too, into one file to mail. No scripts."""
+    """A page, collected from top to bottom; `write` puts all into one file to mail. Text is escaped, and no script is in it."""
 
     def __init__(self, title: str) -> None:
         self.title = title

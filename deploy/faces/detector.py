@@ -1,4 +1,4 @@
-"""The face detectors, ONNX files, run by onnxruntime: what all share, and each, which its outputs tell.
+"""The face detectors, ONNX files, run by onnxruntime: what all share, then each; a file's outputs tell which it is.
 
 Reading ONNX files executes nothing. A file that refers to tensors outside its own folder is refused.
 Coordinates are pixels with the centre of the first pixel at 0, so that a picture of W pixels reaches from -0.5 to W - 0.5. A

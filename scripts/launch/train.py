@@ -105,12 +105,12 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
     else:  # it would die of SIGUSR1 and leave its processes running
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        socket.getaddrinfo("localhost", None)  # which torchrun takes for a free port, on several machines, too
+        socket.getaddrinfo("localhost", None)  # where torchrun looks for a free port, also with several machines
     except OSError:
         raise ValueError("--processes: localhost has no address here; write 127.0.0.1 localhost into /etc/hosts") from None
     if options.machines == 1:
         return [*arguments, "--standalone", "--local-addr=localhost"]  # the name of this machine may have no address
-    host, port, is_head, own = find_head(options.head)  # which may start last, hence the timeout
+    host, port, is_head, own = find_head(options.head)  # which may start last: read_timeout
     here = options.is_head == "yes" if options.is_head else is_head
     arguments += [f"--nnodes={options.machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
     arguments += [f"--rdzv-conf=is_host={int(here)},read_timeout=600", f"--rdzv-id={options.run_id or run.name}"]
