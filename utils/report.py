@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .files import write_file
 from .image import resize_square, to_png
 from .text import printable
 
@@ -203,6 +202,8 @@ class Page:
             links = (f'<li><a href="#section-{n}">{html.escape(h)}</a></li>' for n, h in enumerate(self._headings, 1))
             self._parts[self._contents] = f"<nav><ul>{''.join(links)}</ul></nav>"
         text += "\n".join(self._parts) + "\n</body></html>\n"
+        from .files import write_file  # it needs xxhash, and benchmarks draw with torch alone
+
         write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
