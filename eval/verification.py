@@ -231,13 +231,9 @@ def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
     return unit_rows(plain.astype(np.float64) + mirrored)
 
 
-def _in_place(rows: np.ndarray) -> Pairs:
-    return np.arange(len(rows)), np.arange(len(rows))
-
-
 def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray, pairs: Pairs | None = None) -> np.ndarray:
     """Return the (P,) squared Euclidean distances between rows (P, D) and rows (P, D), or those of `pairs`, in float64."""
-    first, second = pairs or _in_place(embeddings_a)
+    first, second = pairs or (np.arange(len(embeddings_a)),) * 2
     distances = np.empty(len(first))
     for start in range(0, len(distances), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -266,7 +262,7 @@ def verify(
         plain_distances: (P,), of the embeddings without their mirror images.
         norms: (N,), copied to the result.
     """
-    first, second = pairs = pairs or _in_place(embeddings_a)
+    first, second = pairs = pairs or (np.arange(len(embeddings_a)),) * 2
     if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or not same.shape == first.shape == second.shape:
         raise ValueError(
             "verification takes two arrays (P, D) and labels (P,), "

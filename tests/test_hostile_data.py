@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -16,6 +17,7 @@ from data.datasets import FolderDataset
 from eval.pair_sets.bin_file import write_bin
 from scripts.data import folder_to_rec
 from scripts.data import inspect as inspect_data
+from utils import files
 from utils.checkpoint.format import list_checkpoints
 from utils.files import find_files
 
@@ -109,6 +111,15 @@ def test_a_folder_of_many_links_is_not_sorted_for_each(tmp_path: Path):
     finally:
         sys.setprofile(None)
     assert len(found.folders) == 18 and len([name for name in called if name in ("sort", "sorted")]) < 4
+
+
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_a_long_listing_shows_how_far_it_is_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: str):
+    monkeypatch.setenv("LOCAL_RANK", process)
+    monkeypatch.setattr(files, "progress", bar := mock.MagicMock())
+    find_files(folder_of_people(tmp_path / "set", [2, 3]), (".jpg",))
+    told = bar().__enter__().update.call_args_list
+    assert sum(call.args[0] for call in told) == 2 + 5 and bar.call_args_list[0].kwargs["shown"] == (process == "0")
 
 
 def test_a_training_says_which_folders_it_did_not_enter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

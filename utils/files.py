@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from .cli import Advance, progress
 from .text import printable
 
 MAX_PICTURE = 1 << 28  # bytes of an image file; the largest photograph that is decoded has fewer
@@ -167,9 +168,11 @@ def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: b
         ValueError: folders are nested more than MAX_DEPTH deep.
         OSError: the folder cannot be read.
     """
-    search = _Search(os.path.realpath(folder), suffixes, top)
-    search.enter("")
-    search.follow_links()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    with progress([], None, f"listing {shown(folder)}", "entry", delay=5, shown=first) as bar:
+        search = _Search(os.path.realpath(folder), suffixes, top, bar.update)
+        search.enter("")
+        search.follow_links()
     folders = {path for path in search.entered if path and os.sep not in path} | search.unreadable
     return Found(sorted(folders), sorted(search.files), search.passed, search.others, search.loose)
 
@@ -177,8 +180,8 @@ def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: b
 class _Search:
     """The state of `find_files` while it searches below `root`; all paths are relative to it."""
 
-    def __init__(self, root: str, suffixes: tuple[str, ...], top: bool) -> None:
-        self.root, self.suffixes, self.top = root, suffixes, top
+    def __init__(self, root: str, suffixes: tuple[str, ...], top: bool, advance: Advance) -> None:
+        self.root, self.suffixes, self.top, self.advance = root, suffixes, top, advance
         self.files: list[str] = []
         self.passed: list[str] = []
         self.others: Counter[str] = Counter()
@@ -211,6 +214,7 @@ class _Search:
                     self.unreadable.add(inside)
                 continue
             self.entered.append(inside)
+            self.advance(len(listed))
             for entry in listed:
                 if self.is_folder(entry, inside):
                     if inside or entry.name[0] != ".":
