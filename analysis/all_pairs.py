@@ -400,14 +400,7 @@ def draw(counts: PairCounts, rates: Rates) -> bytes:
 
 
 def write_pairs(
-    out: Path,
-    title: str,
-    name: str,
-    counts: PairCounts,
-    faces: Faces,
-    labels: np.ndarray,
-    facts: Facts,
-    read: ReadPixels | None,
+    out: Path, title: str, name: str, counts: PairCounts, faces: Faces, labels: np.ndarray, facts: Facts, read: ReadPixels
 ) -> Rates:
     """Write results.json, pairs.png and report.html into a folder; return the rates.
 
@@ -434,7 +427,7 @@ def write_pairs(
     return rates
 
 
-def show_extremes(page: Page, kind: str, meaning: str, found: Extremes, names: Sequence[str], read: ReadPixels | None) -> None:
+def show_extremes(page: Page, kind: str, meaning: str, found: Extremes, names: Sequence[str], read: ReadPixels) -> None:
     """Add a section with the pairs of pictures; `read` returns the pixels of a picture by its name, None = names alone."""
     page.section(kind.capitalize())
     page.text(meaning)

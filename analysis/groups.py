@@ -354,9 +354,7 @@ def draw_across(outcome: Outcome) -> bytes:
     return png_of(figure)
 
 
-def write_groups(
-    out: Path, title: str, outcome: Outcome, pictures: Sequence[str], facts: Facts, read: ReadPixels | None
-) -> None:
+def write_groups(out: Path, title: str, outcome: Outcome, pictures: Sequence[str], facts: Facts, read: ReadPixels) -> None:
     """Write results.json, results.csv, rates.png, curves.png, across.png and report.html into a folder.
 
     Args:

@@ -250,7 +250,7 @@ def write_quality(
     measures: Mapping[str, np.ndarray],
     lower: Container[str],
     names: Sequence[str],
-    read: ReadPixels | None,
+    read: ReadPixels,
 ) -> None:
     """Write results.json, results.csv, quality.png and report.html into a folder.
 

@@ -9,7 +9,7 @@ Shapes: N = images of the set, U = degraded images, D = embedding size, P = pair
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import nn
 from eval.embed import EmbedSettings, embed_images
 from eval.pair_sets.bin_file import PairSet
 from eval.verification import VerificationResult
+from utils.cli import Advance
 from utils.distributed import World
 from utils.files import write_csv, write_file
 from utils.image import resize_square
@@ -73,7 +74,7 @@ def measure(
     seed: int,
     world: World,
     settings: EmbedSettings,
-    progress: Callable[[int], object],
+    progress: Advance,
     done: Mapping[tuple[str, float], Row],
 ) -> Iterator[Row]:
     """Yield the clean row, then one for each strength of each kind. A collective call, with the same rows on every rank.

@@ -28,10 +28,10 @@ class Layers(nn.Module):
 
 
 def _conv(
-    inside: int, channels: int, kernel_size: int = 1, stride: int = 1, padding: int = 0, groups: int = 1, linear: bool = False
+    inputs: int, channels: int, kernel_size: int = 1, stride: int = 1, padding: int = 0, groups: int = 1, linear: bool = False
 ) -> Layers:
     """Return a convolution without bias that keeps h / stride, a batch normalisation, and a PReLU unless it is linear."""
-    conv = nn.Conv2d(inside, channels, kernel_size, stride, padding, groups=groups, bias=False)
+    conv = nn.Conv2d(inputs, channels, kernel_size, stride, padding, groups=groups, bias=False)
     return Layers(conv, BatchNorm2d(channels), *([] if linear else [PReLU(channels)]))
 
 

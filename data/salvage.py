@@ -8,12 +8,12 @@ Shapes: n = sound records, p = parts.
 
 import os
 import struct
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from utils.cli import Advance
 from utils.files import check_file, reading
 
 from .recordio.container import MAGIC, MAX_LENGTH
@@ -43,7 +43,7 @@ class SalvagedHeaders(NamedTuple):
     payload_sizes: np.ndarray  # (n,) int64, bytes; negative: the record is shorter than its header says
 
 
-def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = int) -> Sound:
+def find_sound(path: str | os.PathLike[str], advance: Advance = int) -> Sound:
     """Return the sound records of a file, found in one pass over it; ValueError if there is no such file.
 
     `advance` is called with the number of bytes searched since its last call.

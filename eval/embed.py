@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.cli import Advance
 from utils.distributed import World, all_gather_rows, raise_on_all_ranks
 from utils.image import IMAGE_SIZE, normalise
 from utils.parallel import map_in_order
@@ -35,7 +36,7 @@ def embed_images(
     num_images: int,
     world: World,
     settings: EmbedSettings = EmbedSettings(),
-    progress: Callable[[int], object] = int,
+    progress: Advance = int,
     summed: bool = False,
 ) -> np.ndarray:
     """Return the raw embeddings of all images and of their mirror images, (2, N, D) float32, on every rank.

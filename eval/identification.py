@@ -21,8 +21,6 @@ _RANKS = (1, 5, 10, 20)
 _FPIR = (0.001, 0.01, 0.1)
 _CELLS_AT_ONCE = 1 << 23  # scores of some probes to all entries: 64 MiB
 _ROWS_AT_ONCE = 1 << 14
-
-
 ShowChunks = Callable[[Sequence[int]], Iterable[int]]  # gives the numbers of chunks back, perhaps under a bar
 
 

@@ -54,7 +54,7 @@ def operating_points(genuine: np.ndarray, impostor: np.ndarray, targets: Sequenc
     """
     points = []
     for target in targets:
-        allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
+        allowed = _allowed(impostor, target)
         if allowed == 0 or genuine.size == 0:
             points.append(OperatingPoint(target, None, None, None, 0))
             continue
@@ -66,6 +66,11 @@ def operating_points(genuine: np.ndarray, impostor: np.ndarray, targets: Sequenc
         threshold = 4.0 if limit == np.inf else limit if below == -np.inf else (limit + float(below)) / 2
         points.append(OperatingPoint(target, num_genuine / genuine.size, num_impostor / impostor.size, threshold, num_impostor))
     return points
+
+
+def _allowed(impostor: np.ndarray, target: str) -> int:
+    """Return how many impostor pairs may be accepted at a FAR."""
+    return int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
 
 
 def minimum_dcf(genuine: np.ndarray, impostor: np.ndarray, p_target: float = 0.01) -> float | None:
@@ -113,19 +118,24 @@ def bootstrap_intervals(
     Genuine and impostor pairs, sorted distances, are resampled separately, and the threshold is chosen again in each sample.
     The resampled number of right answers is binomial, by the mean accuracy over the folds. Pairs are assumed independent;
     pairs that share a person are not, so the true intervals are somewhat wider. No sample is drawn pair by pair: the place of
-    its k-th smallest distance has a beta distribution, and how many pairs between two distances lie below a third a binomial.
+    its k-th smallest distance has a beta distribution, and how many pairs lie between two distances a binomial one.
     """
-    rng, sizes = np.random.default_rng(seed), np.array([[genuine.size], [impostor.size]])
-    found = {"accuracy": _interval(rng.binomial(sizes.sum(), accuracy, samples) / sizes.sum())}
-    if not sizes.all():
+    rng, num_pairs = np.random.default_rng(seed), genuine.size + impostor.size
+    found = {"accuracy": _interval(rng.binomial(num_pairs, accuracy, samples) / num_pairs)}
+    if not genuine.size or not impostor.size:
         return found
     for target in targets:
-        allowed = int(impostor.size * float(target) + 1e-9)  # as in operating_points
-        if allowed:
+        if allowed := _allowed(impostor, target):
             places = (impostor.size * rng.beta(allowed + 1, impostor.size - allowed, samples)).astype(int)
             accepted = np.searchsorted(genuine, impostor[np.minimum(places, impostor.size - 1)])
             found[target] = _interval(rng.binomial(genuine.size, accepted / genuine.size) / genuine.size)
-    # of each sample the threshold where FAR reaches FRR, by bisection: the rows are genuine and impostor
+    found["eer"] = _interval(_resampled_eer(genuine, impostor, samples, rng))
+    return found
+
+
+def _resampled_eer(genuine: np.ndarray, impostor: np.ndarray, samples: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the EER (B,) of samples, where FAR reaches FRR: found by bisection. Rows are of genuine and of impostor pairs."""
+    sizes = np.array([[genuine.size], [impostor.size]])
     values = np.unique(np.concatenate([genuine, impostor]))
     below = np.stack([np.append(np.searchsorted(kind, values), kind.size) for kind in (genuine, impostor)])
     low, high = np.zeros(samples, dtype=int), np.full(samples, values.size)
@@ -139,8 +149,7 @@ def bootstrap_intervals(
         at_low, at_high = np.where(reached, at_low, here), np.where(reached, here, at_high)
     (tar_low, far_low), (tar_high, far_high) = at_low / sizes, at_high / sizes
     gap_low, gap_high = far_low + tar_low - 1, far_high + tar_high - 1
-    found["eer"] = _interval(far_high - gap_high / (gap_high - gap_low) * (far_high - far_low))
-    return found
+    return far_high - gap_high / (gap_high - gap_low) * (far_high - far_low)  # as in equal_rate
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

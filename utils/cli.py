@@ -51,19 +51,15 @@ Advance = Callable[[int], object]  # of a bar: takes the number of items done si
 def progress(
     items: Iterable, total: int | None, what: str | None, unit: str, delay: float = 0.0, shown: bool = True, **more: Any
 ) -> "tqdm":
-    """Return the items under a progress bar, shown after a delay, which writes fewer lines if stderr is not a terminal.
-
-    Args:
-        more: arguments of tqdm.
-    """
+    """Return the items under a bar of tqdm, shown after a delay, which writes fewer lines if stderr is not a terminal."""
     from tqdm import tqdm
 
     if tqdm.monitor_interval:
         tqdm.monitor_interval = 0  # no thread, which miniters=1 makes superfluous
         tqdm.set_lock(threading.RLock())  # tqdm's own is shared by processes; Python 3.14 starts one to watch over it
-    more = {"mininterval": 0.1 if os.isatty(2) else 5.0, "position": 0} | more  # no cursor is moved for one in another
-    more |= {"delay": delay, "miniters": 1, "disable": not shown, "unit_scale": unit == "B"}
-    return tqdm(items, total=total, desc=what, unit=unit, **more)
+    more |= {"delay": delay, "miniters": 1, "mininterval": 0.1 if os.isatty(2) else 5.0, "disable": not shown}
+    # position: no cursor is moved for one in another
+    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", position=0, **more)
 
 
 def warn(*lines: str) -> None:

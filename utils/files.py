@@ -168,8 +168,7 @@ def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: b
         ValueError: folders are nested more than MAX_DEPTH deep.
         OSError: the folder cannot be read.
     """
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    with progress([], None, f"listing {shown(folder)}", "entry", delay=5, shown=first) as bar:
+    with progress([], None, f"listing {shown(folder)}", "entry", 5, shown=os.environ.get("LOCAL_RANK", "0") == "0") as bar:
         search = _Search(os.path.realpath(folder), suffixes, top, bar.update)
         search.enter("")
         search.follow_links()

@@ -142,7 +142,7 @@ def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
 
 
 Facts = Sequence[tuple[str, str]]  # names and values
-ReadPixels = Callable[[str], np.ndarray]  # of a picture by its name
+ReadPixels = Callable[[str], np.ndarray] | None  # of a picture by its name; None = show no pixels
 _STYLE = Path(__file__).with_suffix(".css")
 
 

@@ -26,9 +26,11 @@ EVERY_FACE = Gate()
 
 def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `gate_of` reads."""
-    length, text = number_in_range(0, what="a length"), "reject a face whose embedding is shorter. Lengths are those of one "
-    text += "network: enrol good and poor pictures, print theirs by face gallery show --images, and choose X between them"
-    parser.add_argument("--min-norm", type=length, default=0.0, metavar="X", help=text)
+    text = (
+        "reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures, print "
+        "theirs by face gallery show --images, and choose X between them"
+    )
+    parser.add_argument("--min-norm", type=number_in_range(0, what="a length"), default=0.0, metavar="X", help=text)
     add_padding_argument(parser)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.cli import Advance
 from utils.optim import is_finite
 from utils.text import prefix_errors
 
@@ -150,7 +151,7 @@ def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, 
     return found
 
 
-def check_hashes(checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = int) -> list[str]:
+def check_hashes(checkpoint: Path, share: int = 0, shares: int = 1, progress: Advance = int) -> list[str]:
     """Return a line for each file whose hash differs from the manifest's.
 
     Args:

@@ -25,6 +25,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..cli import Advance
 from ..files import HASH, NewFile
 
 NETWORK = "network"  # the metadata of weights: JSON of the section backbone, and of data.image_size
@@ -304,7 +305,7 @@ def mapped_tensor(path: Path, name: str) -> Tensor:
         return torch.from_numpy(data).view(place.dtype).view(place.shape)
 
 
-def file_hash(path: Path, kind: str = HASH, progress: Callable[[int], object] = int) -> str:
+def file_hash(path: Path, kind: str = HASH, progress: Advance = int) -> str:
     """Return the hash of a file, in hexadecimal.
 
     Args:
