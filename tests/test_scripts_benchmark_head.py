@@ -16,7 +16,7 @@ from tiny_runs import error_of, tiny_run
 import train
 from losses import build_margin
 from partial_fc import PartialFC, RowSGD
-from partial_fc.centres.store import FORMATS
+from partial_fc.centres.store import FORMATS, CentreStore
 from scripts.benchmark import capacity
 from scripts.benchmark import head as benchmark_head
 from scripts.benchmark import numerics as compare_head_numerics
@@ -78,8 +78,7 @@ def test_it_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "result.json"
     small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "0.5", "--storage", "exact"]
-    arguments = [*small, "--matmul", "fp32", "--json", str(file), "--loss", "circle", "sphereface2"]
-    assert benchmark_head.main(arguments) == 0
+    assert benchmark_head.main([*small, "--matmul", "fp32", "--json", str(file), "--loss", "circle", "sphereface2"]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["head"], row["loss"]) for row in rows] == [("ours", "circle"), ("ours", "sphereface2")]
     assert all(row["arcface_ratio"] > 0 and "time_ratio" not in row for row in rows)
@@ -95,13 +94,20 @@ def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, caps
 
 def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
     file = tmp_path / "capacity.json"
-    arguments = [
-        "--memory", "0.2", "--backbone", "none", "--batch", "16", "--embedding-size", "64", "--storage", "exact", "--device",
-        "cpu",
-    ]  # fmt: skip
-    assert capacity.main([*arguments, "--precision", "fp32", "--find", "--quick", "--json", str(file)]) == 0
+    arguments = "--memory 0.2 --backbone none --batch 16 --embedding-size 64 --storage exact --device cpu --precision fp32"
+    assert capacity.main([*arguments.split(), "--find", "--quick", "--json", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["found_per_process"] == pytest.approx(row["identities"], rel=0.35)  # the libraries' own share is large here
+
+
+def test_a_probe_draws_no_centres_which_takes_minutes_for_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CentreStore, "fill_initial", mock.Mock(side_effect=AssertionError))
+    of_step = {"batch": 4, "gpus": 1, "embedding_size": 16, "backbone": "none", "precision": "fp32", "sample_rate": 1.0}
+    options = argparse.Namespace(**of_step, device="cpu", card=None, placement="device", checkpointing=False)
+    for storage in FORMATS:
+        with mock.patch.object(PartialFC, "_update", autospec=True) as update:
+            assert capacity._peak_of_a_step(0, options, storage, 50, torch.device("cpu")) >= 0
+        assert bool(update.call_args.args[3])  # the loss is finite: the step is a whole one
 
 
 def test_capacity_says_what_moves_in_a_step_where_the_centres_lie_elsewhere(

@@ -25,6 +25,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from backbones.checkpointing import set_checkpointing
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
 from partial_fc.centres.placement import PLACEMENTS
-from partial_fc.centres.store import FORMATS
+from partial_fc.centres.store import FORMATS, CentreStore
 from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
 from partial_fc.kernels.plain import LONGEST_ROW
@@ -140,10 +141,10 @@ def capacity(options: argparse.Namespace) -> None:
             line += f"  {reads / _GIB:.2f} and {writes / _GIB:.2f} GiB, {row['seconds']:.3g} s if memory keeps none"
         rows.append(row)
         print(line, flush=True)
+        write_json(options.json, {"backbone_bytes": memory.total(options.batch), "rows": rows})
     if not any(row["identities"] for row in rows):
         advice = "; --device cpu counts no libraries of CUDA" if is_for_gpu(options, device) and not options.card else ""
         print(f"nothing fits beside the other {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone{advice}")
-    write_json(options.json, {"backbone_bytes": memory.total(options.batch), "rows": rows})
 
 
 class _Elsewhere:
@@ -257,7 +258,6 @@ def _peak_of_a_step(rank: int, options: argparse.Namespace, storage: str, local:
     """Train one step of backbone and head in this process, like one rank of many; return the growth of its memory."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
-    margin = build_margin("arcface", scale=64.0, margin=0.5)
     rows, dim = options.batch * options.gpus, options.embedding_size
     torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
     if options.checkpointing:  # the first one imports torch's compiler
@@ -265,9 +265,10 @@ def _peak_of_a_step(rank: int, options: argparse.Namespace, storage: str, local:
     before = peak_bytes(device)
     # the automatic cache takes a part of what the rest leaves of this machine's memory, which may be more than --memory
     config = replace(_head_config(options, storage, device), cache_mb=0)
-    head = PartialFC(margin, local, dim, config=config, device=device)
-    for tensor in head.centre_store.tensors.values():
-        tensor[:] = tensor[:]  # on the CPU untouched zeros take no memory, but training touches all of them
+    with mock.patch.object(CentreStore, "fill_initial"):  # to draw those of a whole GPU takes the host minutes
+        head = PartialFC(build_margin("arcface", scale=64.0, margin=0.5), local, dim, config=config, device=device)
+    head.centre_store.write_centres(slice(None), torch.ones(1, dim))
+    head.centre_store.refresh_norms()
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
     labels = torch.randint(local, (1, rows))
     if options.backbone != "none":
