@@ -33,6 +33,12 @@ def test_every_part_reports_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_what_one_part_found_is_kept_whatever_the_next_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(benchmark_data, "PARTS", {"index": lambda *_: [3], "decode": lambda *_: int("killed")})
+    assert benchmark_data.main(["--json", str(tmp_path / "out.json")]) == 1
+    assert json.loads((tmp_path / "out.json").read_text())["index"] == [3]
+
+
 def test_the_rivals_open_the_same_index_and_the_time_is_that_of_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     benchmark_data.make_large_set(tmp_path / "set", 5000)
     keys, offsets = read_index(tmp_path / "set" / "train.idx")

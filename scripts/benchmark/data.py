@@ -68,7 +68,7 @@ def benchmark(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="benchmark_data_", dir=options.folder) as folder:
         for name in options.parts:
             results[name] = PARTS[name](options, Path(folder))
-    write_json(options.json, results)
+            write_json(options.json, results)
 
 
 def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
