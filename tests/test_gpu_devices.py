@@ -47,7 +47,8 @@ RUNS = {  # of features that do not touch each other
     "teacher.path=PROGRAM teacher.options=--trust-code teacher.embedding=1",
     "host": "head.sample_rate=0.5 head.placement=host head.storage=lean loss.name=magface "
     "teacher.path=average train.ema=0.9 teacher.embedding=1 teacher.relations=1",
-    "neighbours": "head.sample_rate=0.5 head.sampling=neighbours head.neighbours_every=2 compatible.path=OLD loss.name=adaface",
+    "neighbours": "head.sample_rate=0.5 head.sampling=neighbours head.neighbours_every=2 head.neighbours_search=inverted_lists "
+    "compatible.path=OLD loss.name=adaface",
     "tasks": f'tasks=[{{"name":"a"}},{{"name":"b","batch_size":4,{DRAWN},"loss":{{"name":"arcface"}}}}] loss.name=adaptiveface',
     "lora": "backbone.name=shallow_vit data.image_size=48 backbone.lora_rank=2 init.backbone=VIT init.new_classes=images",
     "landmarks": "backbone.name=vit_kprpe_shallow data.image_size=48 data.landmarks=POINTS "
