@@ -92,6 +92,8 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
     right = sample[centres.own[sample] > centres.border.cosine]
     others, alone = _impostor_leads(vectors, labels, right, centres, clear)
     border = find_border(histogram(lead), others, far)
+    # the leads of clear images are not known: no border lies between the last that is and theirs
+    border = border._replace(cosine=min(border.cosine, float(lead[unclear].max(initial=0))))
     wrong = unclear[lead[unclear] <= border.cosine]
     wrong = wrong[(centres.size > 0)[labels[wrong]] | (np.bincount(labels)[labels[wrong]] > 1)]
     place = np.searchsorted(unclear, wrong)

@@ -25,7 +25,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
     return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
 
-def planted(share: float, seed: int = 0, twice: int = TWICE, two: int = TWO) -> Planted:
+def planted(share: float, seed: int = 0, twice: int = TWICE, two: int = TWO, noise: float = 0.9) -> Planted:
     """Return people around random directions; of `share` of the images the label, or the person, is another."""
     rng = np.random.default_rng(seed)
     people = np.repeat(np.arange(PEOPLE), EACH)
@@ -41,8 +41,8 @@ def planted(share: float, seed: int = 0, twice: int = TWICE, two: int = TWO) -> 
     labels[flips] = (labels[flips] + rng.integers(1, PEOPLE, len(flips))) % PEOPLE
     people[outliers] = PEOPLE + np.arange(len(outliers))
     centres = _unit(rng.normal(size=(PEOPLE + len(outliers), SIZE)))
-    noise = rng.normal(size=(len(people), SIZE)) / np.sqrt(SIZE)
-    return Planted(_unit(centres[people] + 0.9 * noise), labels, people, owners)
+    noises = noise * rng.normal(size=(len(people), SIZE)) / np.sqrt(SIZE)
+    return Planted(_unit(centres[people] + noises), labels, people, owners)
 
 
 def _rates(made: Planted, found: cleaning.Found, wrong: np.ndarray) -> tuple[float, float]:
@@ -64,6 +64,14 @@ def test_wrong_labels_are_found_whatever_their_share(share: float):
     assert (found.other[moved] == made.people[found.wrong[moved]]).mean() > 0.97
     assert np.count_nonzero(moved) > 0.8 * np.count_nonzero(made.people[wrong] < PEOPLE)
     assert found.merges == [] and found.splits == []
+
+
+def test_where_all_right_images_are_clear_an_image_is_wrong_if_another_centre_is_nearer():
+    made = planted(0.1, seed=1, twice=0, two=0, noise=0.4)
+    found = clean(made.vectors, made.labels)
+    np.testing.assert_array_equal(found.lead < 1, made.people != made.labels)
+    assert len(found.wrong) == np.count_nonzero(found.lead < 1)
+    assert found.border.cosine == 0  # not in the middle of the gap up to the leads of clear images, above 0.5
 
 
 def test_a_set_without_wrong_labels_is_left_alone():
