@@ -263,14 +263,16 @@ def genuine_pairs(vectors: np.ndarray, labels: np.ndarray) -> Iterator[tuple[np.
     """Yield blocks of the genuine pairs of one person: rows of the two pictures (k,) int64, and their cosines (k,) float32."""
     order = np.argsort(labels, kind="stable")
     people = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
-    for rows in progress(people, None, "genuine pairs", "person"):
-        for begin in range(0, len(rows) if len(rows) > 1 else 0, _PERSON_ROWS):
-            left = rows[begin : begin + _PERSON_ROWS]
-            for other in range(begin, len(rows), _PERSON_ROWS):
-                right = rows[other : other + _PERSON_ROWS]
-                first, second = np.triu_indices(len(left), 1 + begin - other, len(right))  # later rows alone
-                if len(first):
-                    yield left[first], right[second], (vectors[left] @ vectors[right].T)[first, second]
+    with progress([], sum(len(rows) * (len(rows) - 1) // 2 for rows in people), "genuine pairs", "pair") as bar:
+        for rows in people:
+            for begin in range(0, len(rows) if len(rows) > 1 else 0, _PERSON_ROWS):
+                left = rows[begin : begin + _PERSON_ROWS]
+                for other in range(begin, len(rows), _PERSON_ROWS):
+                    right = rows[other : other + _PERSON_ROWS]
+                    first, second = np.triu_indices(len(left), 1 + begin - other, len(right))  # later rows alone
+                    if len(first):
+                        yield left[first], right[second], (vectors[left] @ vectors[right].T)[first, second]
+                        bar.update(len(first))
 
 
 def accepted_at(counts: np.ndarray, edges: np.ndarray, thresholds: np.ndarray) -> np.ndarray:

@@ -141,8 +141,9 @@ def genuine_cells(faces: Grouped, edge: float) -> np.ndarray:
     """Return a row for each person and two groups g <= h of the pictures: g, h, rejected and all pairs, (m, 4) int64."""
     count, parts = len(faces.names), [np.zeros((3, 0), dtype=np.int64)]
     for first, second, cosines in genuine_pairs(faces.vectors, faces.labels):  # some or all pairs of a person
-        low, high = np.sort(faces.groups[[first, second]], axis=0)
-        cells = np.bincount(2 * (low * count + high) + (cosines < edge), minlength=2 * count**2).reshape(-1, 2)
+        one, other = faces.groups[first], faces.groups[second]
+        ordered = np.minimum(one, other) * count + np.maximum(one, other)
+        cells = np.bincount(2 * ordered + (cosines < edge), minlength=2 * count**2).reshape(-1, 2)
         there = np.flatnonzero(cells.any(axis=1))
         parts.append(np.stack([faces.labels[first[0]] * count**2 + there, cells[there, 1], cells[there].sum(axis=1)]))
     keys, *numbers = np.concatenate(parts, axis=1)
