@@ -1,6 +1,7 @@
 """Clusters of faces: against average linkage over all pairs, slow counts, planted chains, and through the program."""
 
 import csv
+import heapq
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -47,6 +48,13 @@ def rough(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Rows are left out by products in fp32, and as in a large table on a processor that is fast in bf16."""
     monkeypatch.setattr(analysis.clustering, "_MANY", 0)
     monkeypatch.setattr(analysis.clustering, "is_fast_in_bf16", lambda device: request.param == "bf16")
+
+
+def test_few_pairs_wait_at_once(monkeypatch: pytest.MonkeyPatch):
+    lengths, push = [], heapq.heappush
+    monkeypatch.setattr(heapq, "heappush", lambda heap, entry: lengths.append(push(heap, entry) or len(heap)))
+    cluster(_faces(2, 40, 0.2)[0], np.array([[0.5]]))
+    assert 0 < max(lengths) <= 80  # faces; there are 1,560 pairs
 
 
 def test_no_rounding_to_bf16_leaves_out_a_row():
