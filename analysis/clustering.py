@@ -38,7 +38,8 @@ _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _BF16 = 3.1 * 2**-8  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-8 each
 _MANY = 100_000  # faces, of which few are similar to any in a block: in smaller tables products in bf16 save nothing
 _ENTRIES = 16  # of a list of pairs, that are objects of Python at once
-_MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
+_MOST_PAIRS = 1 << 26  # above the lowest threshold: some GiB
+_JUDGED = 32  # blocks of rows, after which twice as many pairs as may be are foreseen, not found hours later
 
 
 class Clusters(NamedTuple):
@@ -227,6 +228,10 @@ def _similar(
     advance(min(done, len(vectors)))
     table, total = torch.from_numpy(vectors), sum(map(len, parts))
     rough = table.bfloat16() if len(table) > _MANY and is_fast_in_bf16(table.device) else table
+    too_many = ValueError(
+        f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
+        "a higher --threshold"
+    )
     for begin in range(done, len(vectors), _ROWS):
         limits = torch.full((min(_ROWS, len(vectors) - begin),), threshold)
         found = []
@@ -237,11 +242,12 @@ def _similar(
             found.append(pair[pair[:, 1] > pair[:, 0]].to(torch.int32).numpy())
             total += len(found[-1])
             if total > _MOST_PAIRS:
-                raise ValueError(
-                    f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
-                    "a higher --threshold"
-                )
+                raise too_many
         parts.append(np.concatenate(found))
+        if len(parts) == _JUDGED + 1:  # the median, since equal faces are neighbours in the order
+            shares = [len(part) / (len(vectors) - place * _ROWS) for place, part in enumerate(parts[1:])]
+            if np.median(shares) * len(vectors) ** 2 / (2 * _ROWS) > 2 * _MOST_PAIRS:
+                raise too_many
         if journal is not None:
             journal.add({"stage": "pairs", "begin": begin}, parts[-1].tobytes() + b"\n")
         advance(len(limits))

@@ -57,6 +57,22 @@ def test_few_pairs_wait_at_once(monkeypatch: pytest.MonkeyPatch):
     assert 0 < max(lengths) <= 80  # faces; there are 1,560 pairs
 
 
+@pytest.mark.parametrize("equal", [False, True])
+def test_too_many_pairs_are_foreseen(monkeypatch: pytest.MonkeyPatch, equal: bool):
+    vectors = _faces(20, 60, 0.2)[0]  # 1,770 pairs of each of 20 people
+    if equal:  # they lie in few blocks, which say nothing of the others
+        vectors = np.concatenate([vectors, np.repeat(vectors[:1], 60, axis=0)])
+    for name, value in {"_JUDGED": 8, "_MOST_PAIRS": 36_000 + 6_000 * equal}.items():
+        monkeypatch.setattr(analysis.clustering, name, value)
+    rows: list[int] = []
+    assert len(np.unique(cluster(vectors, np.array([[0.6]]), advance=rows.append).labels)) == 20 and sum(rows) == len(vectors)
+    monkeypatch.setattr(analysis.clustering, "_MOST_PAIRS", 16_000)
+    rows.clear()
+    with pytest.raises(ValueError, match=r"more than 16,000 pairs of faces are above the cosine 0\.6000; give"):
+        cluster(vectors, np.array([[0.6]]), advance=rows.append)
+    assert sum(rows) < 8 * 32
+
+
 def test_no_rounding_to_bf16_leaves_out_a_row():
     """Where the numbers' products are positive all are rounded down, where they are negative in magnitude up, by 2^-8 each."""
     low, high = ((1 + 2**-8 + side * 2**-20) / 8 for side in (-1, 1))
@@ -374,6 +390,7 @@ def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypat
         ("--far 1e-3", "comes from --calibrate TABLE with --far FAR"),
         ("--threshold 0.5 --calibrate known.npy --far 1e-3", "give one of the two"),
         ("--calibrate known.npy --far 1e-9", "needs 1,000,000,000 pairs of two people, and pairs of one; there are 15,660"),
+        ("--threshold 0.1", "pairs of faces are above the cosine"),
         ("--threshold 0.5 --to-rec x", "--to-rec needs --set"),
         ("--threshold 0.99999 --set new --to-rec x", "no cluster has 2 sure faces"),
         ("--threshold 0.5 --min-images 3", "--min-images is of the clusters that --to-rec writes"),
@@ -387,6 +404,7 @@ def test_wrong_words_are_one_line(
     place: tuple[Path, np.ndarray], words: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(place[0])
+    monkeypatch.setattr(analysis.clustering, "_MOST_PAIRS", 500)
     Path("q.csv.html").touch()
     _write(Path("narrow.npy"), np.eye(4, dtype=np.float32), ["a", "a", "b", "b"])
     if "several" in reason:

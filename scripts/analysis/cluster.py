@@ -72,15 +72,15 @@ def run(options: argparse.Namespace) -> None:
         journal.begin(begun, options.again, str(unfinished), "was begun with")
         try:
             count, thresholds, meaning = _thresholds(options, others, journal)
+            vectors = faces.vectors
+            if count:
+                with progress([], len(vectors), "finding neighbours", "face") as bar:
+                    vectors = expand(vectors, count, journal, bar.update)
+            with progress([], len(vectors), "comparing", "face") as bar:
+                found = cluster(vectors, thresholds, journal, bar.update)
         except ValueError:  # these words never work, and the next ones may be others
             unfinished.unlink()
             raise
-        vectors = faces.vectors
-        if count:
-            with progress([], len(vectors), "finding neighbours", "face") as bar:
-                vectors = expand(vectors, count, journal, bar.update)
-        with progress([], len(vectors), "comparing", "face") as bar:
-            found = cluster(vectors, thresholds, journal, bar.update)
         rows = zip(faces.names, faces.numbers, found.labels, found.sure.astype(int), found.own.round(4), strict=True)
         write_csv(options.out, ("name", "face", "cluster", "sure", "cosine"), rows)
         facts = _facts(faces, found, meaning)
