@@ -6,7 +6,7 @@ Shapes: n = pictures, D = embedding size, G = groups, B = bins of cosines, P = p
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -316,22 +316,25 @@ def draw_rates(outcome: Outcome) -> bytes:
 
 def draw_curves(outcome: Outcome) -> bytes:
     """Draw FMR and FNMR of each group over the threshold, down to the rate that its pairs can show."""
-    figure = make_figure(11, 4.2, layout="constrained")
-    colours = set_colours(outcome.names)
+    labels = [label_text(name) for name in outcome.names]
+    columns = max(1, int(150 / (8 + max(map(len, labels)))))  # of the legend, below the curves
+    figure = make_figure(11, 4.2 + 0.15 * -(-len(labels) // columns), layout="constrained")
+    colours, lines = set_colours(outcome.names), dict[str, Any]()
     kinds = np.einsum("ggb->gb", outcome.counts.impostor), outcome.counts.genuine
     for axis, counts, name in zip(figure.subplots(1, 2), kinds, ("FMR", "FNMR"), strict=True):
         for place, (group, row) in enumerate(zip(outcome.names, counts, strict=True)):
             if row.sum() >= MIN_ERRORS:
                 errors = row[::-1].cumsum()[::-1] if name == "FMR" else row.cumsum() - row
                 shown = (errors >= 1) & (errors < row.sum())
-                style = {"color": colours[group], "linestyle": "-" if place < 9 else "--", "label": label_text(group)}
+                style = {"color": colours[group], "linestyle": ("-", "--", ":", "-.")[place // 9 % 4]}
                 if shown.any():
-                    axis.plot(outcome.counts.edges[:-1][shown], errors[shown] / row.sum(), **style)
+                    (lines[labels[place]],) = axis.plot(outcome.counts.edges[:-1][shown], errors[shown] / row.sum(), **style)
         axis.axvline(outcome.threshold, color="gray", linestyle=":")
         axis.set(xlabel="threshold (cosine)", ylabel=name)
-        if axis.get_legend_handles_labels()[0]:
+        if len(axis.lines) > 1:
             axis.set_yscale("log")
-            axis.legend(fontsize=7)
+    if lines:
+        figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns, fontsize=7)
     return png_of(figure)
 
 

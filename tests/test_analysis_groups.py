@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from pictures import jpeg, picture
 from tiny_runs import blank_pictures
 
 import analysis.groups
-from analysis.groups import Grouped, genuine_cells, impostor_spreads, measure_table
+from analysis.all_pairs import Extremes, PairCounts
+from analysis.groups import Grouped, Outcome, draw_curves, genuine_cells, impostor_spreads, measure_table
 from analysis.intervals import Rate, Spread, differences, make_rate, measures, wilson
 from scripts.analysis.groups import main
 
@@ -119,6 +121,20 @@ def test_every_rate_is_that_of_a_loop_over_all_pairs(tmp_path: Path, capsys: pyt
     rows = (tmp_path / "out" / "results.csv").read_text().splitlines()
     assert rows[0] == "group,other_group,kind,people,pairs,errors,rate,low,high,over_geometric_mean"
     assert len(rows) == 1 + len(found["rates"])
+
+
+def test_the_names_of_many_groups_stand_below_the_curves(monkeypatch: pytest.MonkeyPatch):
+    names, half = [f"a camera of a long name {number}" for number in range(32)], np.full((32, 2), 9)
+    nobody = Extremes(*np.zeros((3, 0)))
+    counts = PairCounts(np.linspace(-1, 1, 3), half, np.eye(32, dtype=int)[:, :, None] * half, nobody, nobody)
+    figures: list[Any] = []
+    monkeypatch.setattr("analysis.groups.png_of", figures.append)
+    draw_curves(Outcome(names, counts, 0.0, (0.5, 0.5), {}, {}))
+    figures[0].get_layout_engine().execute(figures[0])
+    (legend,), axes = figures[0].legends, figures[0].axes
+    assert [text.get_text() for text in legend.get_texts()] == names and not any(axis.get_legend() for axis in axes)
+    box = legend.get_window_extent()
+    assert 0 <= box.y0 < box.y1 < min(axis.get_tightbbox().y0 for axis in axes) and 0 <= box.x0 < box.x1 <= figures[0].bbox.x1
 
 
 def test_a_run_that_ended_early_goes_on_and_never_with_other_groups(
