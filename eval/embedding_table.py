@@ -125,12 +125,21 @@ def _read_parquet(path: Path) -> Faces:
     if needed > _SPARE + _EXPANSION * path.stat().st_size:
         raise ValueError(f"it takes {needed:,} bytes in memory, over {_EXPANSION} times its size")
     there = set(file.schema_arrow.names)
-    table = file.read(columns=["name", "face", "person", "norm", "embedding", *(key for key in _QUALITIES if key in there)])
+    table = file.read(columns=["name", "face", "person", "norm", *(key for key in _QUALITIES if key in there)])
     facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-    column = table["embedding"].combine_chunks()
-    if any(table[name].null_count for name in ("name", "face", "person", "embedding")):
-        raise ValueError("a row lacks its name, face, person or embedding")
-    vectors = column.flatten().to_numpy().reshape(len(column), -1)
+    vectors, begin = np.empty((0, 0), dtype=np.float32), 0
+    lacking = any(table[name].null_count for name in ("name", "face", "person"))
+    for number in progress(range(len(groups)), None, f"reading {shown(path.name)}", "group", delay=5):
+        # all groups at once would take four times the memory of the vectors
+        column = file.read_row_group(number, columns=["embedding"])["embedding"].combine_chunks()
+        if lacking or column.null_count:
+            raise ValueError("a row lacks its name, face, person or embedding")
+        part = column.flatten().to_numpy().reshape(len(column), -1)
+        if not begin and 4 * len(table) * part.shape[1] <= needed:
+            vectors = np.empty((len(table), part.shape[1]), dtype=part.dtype)
+        vectors[begin : begin + len(part)] = part
+        begin += len(part)
+    vectors.flags.writeable = False
     known = {key: table[key].to_numpy().astype(float) for key in ("norm", *_QUALITIES) if key in table.column_names}
     norms, numbers = known.pop("norm"), table["face"].to_numpy().astype(np.int64)
     return Faces(_texts(table["name"]), numbers, _texts(table["person"]), norms, vectors, facts, known)
