@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> None:
     overlaps = [one for name, test in tests for one in find_overlap(found, test, name)]
     made = decide(found, indices, labels, overlaps, options.move)
     options.out.mkdir(parents=True, exist_ok=True)
-    write_decisions(target, (one for kind in HEADINGS for one in made[kind]))
     write_page(options.out / "report.html", f"Labels of {shown(options.set)}", dataset, found, indices, made)
+    write_decisions(target, (one for kind in HEADINGS for one in made[kind]))  # last: it is not replaced
     for kind, (heading, _) in HEADINGS.items():
         print(f"  {heading:<44}{len(made[kind]):,}")
     print(f"report: {shown(options.out / 'report.html')}")
