@@ -120,6 +120,7 @@ class _Pictures:
         self._dataset, self._found, self._indices = dataset, found, indices
         self._labels = np.asarray(dataset.labels())[indices]
         self._order = np.lexsort((indices, -found.centres.own, self._labels))  # of each label, the nearest to its centre first
+        self._begins = np.searchsorted(self._labels[self._order], np.arange(int(self._labels.max()) + 2))
 
     def row(self, kind: str, one: Decision) -> list[_Cell]:
         """Return the cells of a decision."""
@@ -141,9 +142,8 @@ class _Pictures:
         return first + near + self._some(self._best(other, _EACH), f"identity {other}", f"cosine {cosine:.3f}")
 
     def _best(self, identity: int, count: int) -> np.ndarray:
-        begin = int(np.searchsorted(self._labels[self._order], identity))
-        rows = self._order[begin : begin + count]
-        return rows[self._labels[rows] == identity]
+        begin, end = self._begins[identity : identity + 2]
+        return self._order[begin : min(begin + count, end)]
 
     def _some(self, rows: Iterable[int], *texts: str) -> list[_Cell]:
         return [(self._dataset.picture(int(self._indices[row])), texts) for row in rows]

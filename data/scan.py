@@ -68,7 +68,8 @@ def indices_of(names: Sequence[str], dataset: FaceDataset) -> np.ndarray:
         files = SetNames(dataset)
         number = {files.file(index): index for index in range(dataset.num_stored)}
         return np.array([number.get(name, -1) for name in names], dtype=np.int64)
-    numbers = [int(name) if re.fullmatch("0|[1-9][0-9]{0,17}", name) else -1 for name in names]
+    whole = re.compile("0|[1-9][0-9]{0,17}").fullmatch
+    numbers = [int(name) if whole(name) else -1 for name in progress(names, None, "finding images", "name", delay=5)]
     found = np.array(numbers, dtype=np.int64)
     return np.where(found < dataset.num_stored, found, -1)
 

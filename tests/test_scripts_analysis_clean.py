@@ -10,8 +10,11 @@ import pytest
 from pictures import folder_of_people, jpeg
 from test_analysis_cleaning import EACH, PEOPLE, SIZE, Planted, planted
 
+from analysis.cleaning import clean
+from analysis.cleaning_report import _Pictures
+from data import scan
 from data.datasets import open_set
-from data.decisions import apply_decisions, read_decisions
+from data.decisions import Decision, apply_decisions, read_decisions
 from data.recordio.image_record import RecordSetWriter
 from scripts import face
 from utils.files import write_csv
@@ -94,6 +97,25 @@ def test_a_noisy_set_becomes_clean(there: tuple[Path, Planted, np.ndarray], tmp_
     assert _run(*words, "--overwrite") == 0
     (tmp_path / "full" / "report.html").mkdir(parents=True)
     assert _run(*words[:4], tmp_path / "full") == 1 and not (tmp_path / "full" / "decisions.csv").exists()
+
+
+def test_a_row_of_the_page_copies_no_label_of_all_images_and_their_names_are_found_under_a_bar(
+    there: tuple[Path, Planted, np.ndarray], monkeypatch: pytest.MonkeyPatch
+):
+    folder, made, order = there
+    shown: list[str] = []
+    monkeypatch.setattr(scan, "progress", lambda items, total, what, *_, **__: shown.append(what) or items)
+    dataset, labels = open_set(folder / "set"), made.labels[order]
+    assert scan.indices_of(list(map(str, range(len(labels)))), dataset).tolist() == list(range(len(labels)))
+    assert shown == ["finding images"]
+    found = clean(np.load(folder / "set.npy"), labels)
+    pictures = _Pictures(dataset, found, np.arange(len(labels)))
+    sizes, place = [0], np.searchsorted
+    monkeypatch.setattr(np, "searchsorted", lambda sorted_, *values: sizes.append(len(sorted_)) or place(sorted_, *values))
+    one = Decision("move", int(found.wrong[0]), int(labels[found.wrong[0]]), str(found.other[0]))
+    cells = [texts[0] for _, texts in pictures.row("move", one)]
+    assert cells == [f"image {one.image}", *[f"identity {one.identity}"] * 3, *[f"identity {one.to}"] * 3]
+    assert max(sizes) <= len(found.wrong)
 
 
 def test_the_page_of_a_clean_set_says_that_nothing_was_found(tmp_path: Path):

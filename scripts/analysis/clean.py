@@ -72,7 +72,9 @@ def _indices(faces: Faces, dataset: FaceDataset, options: argparse.Namespace) ->
     indices, people = indices_of(faces.names, dataset), dataset.people()
     wrong = indices < 0
     wrong[~wrong] = people[indices[~wrong]] != np.array(faces.people)[~wrong]
-    wrong |= ~np.isin(np.arange(len(indices)), np.unique(indices, return_index=True)[1])  # the second row of an image
+    again = np.ones(len(indices), dtype=bool)  # the second row of an image
+    again[np.unique(indices, return_index=True)[1]] = False
+    wrong |= again
     if wrong.any():
         row = int(wrong.argmax())
         raise ValueError(
