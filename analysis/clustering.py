@@ -14,7 +14,7 @@ Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S =
 
 import heapq
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import pairwise, repeat
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,7 @@ _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _BF16 = 3.1 * 2**-8  # the most by which a cosine is wrong in bf16: both vectors and the result are rounded, by 2^-8 each
 _MANY = 100_000  # faces, of which few are similar to any in a block: in smaller tables products in bf16 save nothing
 _ENTRIES = 16  # of a list of pairs, that are objects of Python at once
+_PARTS = 64  # of all pairs, which are put into order one after the other, while the bar moves
 _MOST_PAIRS = 1 << 26  # above the lowest threshold: some GiB
 _JUDGED = 32  # blocks of rows, after which twice as many pairs as may be are foreseen, not found hours later
 
@@ -268,11 +269,18 @@ def _average_linkage(
     neighbours: dict[int, np.ndarray] = {}  # of clusters that have grown, when they last did
     grown = [0] * count  # the turn of a cluster's last growth, -1 = gone; it has the number of one of its faces
     into = np.arange(count)
-    above = cosines - thresholds[0, 0]  # float64
-    now = np.flatnonzero(above >= 0)
-    now = now[np.lexsort((second[now], first[now], -above[now]))]
+    excess = cosines - thresholds[0, 0]  # float64
     heap: list[tuple[float, int, int, int]] = []  # of each list of pairs the next one, with the turn that made it
-    lists = {0: _in_order(-above[now], first[now], second[now], 0)}
+
+    def pairs_of_faces() -> Iterator[tuple[float, int, int, int]]:
+        for high, low in pairwise([np.inf, *np.linspace(excess.max(initial=0.0), 0, _PARTS)]):
+            part = np.flatnonzero((excess >= low) & (excess < high))
+            alone = (sizes == 1) & (into == np.arange(count))
+            part = part[alone[first[part]] & alone[second[part]]]
+            part = part[np.lexsort((second[part], first[part], -excess[part]))]
+            yield from _in_order(-excess[part], first[part], second[part], 0)
+
+    lists = {0: pairs_of_faces()}
 
     def stands(one: int, other: int, turn: int) -> bool:
         return grown[one] >= 0 <= grown[other] and max(grown[one], grown[other]) == turn  # neither has grown or gone since
