@@ -138,7 +138,9 @@ class _Pictures:
         place = int(np.searchsorted(self._found.wrong, row))
         other, cosine = int(self._found.other[place]), self._found.other_cosine[place]
         first = self._some([row], f"image {one.image}", f"sure {one.sure:.3f}")
-        near = self._some(self._best(one.identity, _EACH), own, f"cosine {self._found.centres.own[row]:.3f}")
+        agree = self._found.centres.size[self._found.labels[row]]
+        near_own = f"cosine {self._found.centres.own[row]:.3f}" if agree else "no two agree"
+        near = self._some(self._best(one.identity, _EACH), own, near_own)
         return first + near + self._some(self._best(other, _EACH), f"identity {other}", f"cosine {cosine:.3f}")
 
     def _best(self, identity: int, count: int) -> np.ndarray:

@@ -116,6 +116,8 @@ def test_a_row_of_the_page_copies_no_label_of_all_images_and_their_names_are_fou
     cells = [texts[0] for _, texts in pictures.row("move", one)]
     assert cells == [f"image {one.image}", *[f"identity {one.identity}"] * 3, *[f"identity {one.to}"] * 3]
     assert max(sizes) <= len(found.wrong)
+    alone = found._replace(centres=found.centres._replace(size=np.zeros(len(found.centres.size))))
+    assert _Pictures(dataset, alone, np.arange(len(labels))).row("move", one)[1][1][1] == "no two agree"  # no cosine of -1
 
 
 def test_the_page_of_a_clean_set_says_that_nothing_was_found(tmp_path: Path):
