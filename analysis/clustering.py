@@ -40,7 +40,6 @@ _MANY = 100_000  # faces, of which few are similar to any in a block: in smaller
 _ENTRIES = 16  # of a list of pairs, that are objects of Python at once
 _PARTS = 64  # of all pairs, which are put into order one after the other, while the bar moves
 _MOST_PAIRS = 1 << 26  # above the lowest threshold: some GiB
-_JUDGED = 32  # blocks of rows, after which twice as many pairs as may be are foreseen, not found hours later
 
 
 class Clusters(NamedTuple):
@@ -233,6 +232,11 @@ def _similar(
         f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
         "a higher --threshold"
     )
+    if not done and len(table) > _MANY:  # twice as many are foreseen, by the rows of some faces, not found hours later
+        some = rough[np.random.default_rng(0).permutation(len(table))[:_ROWS]]
+        above = sum(int((some @ block.T >= threshold).sum()) for block in rough.split(_COLUMNS))
+        if (above / len(some) - 1) * len(table) / 2 > 2 * _MOST_PAIRS:
+            raise too_many
     for begin in range(done, len(vectors), _ROWS):
         limits = torch.full((min(_ROWS, len(vectors) - begin),), threshold)
         found = []
@@ -245,10 +249,6 @@ def _similar(
             if total > _MOST_PAIRS:
                 raise too_many
         parts.append(np.concatenate(found))
-        if len(parts) == _JUDGED + 1:  # the median, since equal faces are neighbours in the order
-            shares = [len(part) / (len(vectors) - place * _ROWS) for place, part in enumerate(parts[1:])]
-            if np.median(shares) * len(vectors) ** 2 / (2 * _ROWS) > 2 * _MOST_PAIRS:
-                raise too_many
         if journal is not None:
             journal.add({"stage": "pairs", "begin": begin}, parts[-1].tobytes() + b"\n")
         advance(len(limits))
