@@ -1,5 +1,8 @@
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -174,3 +177,20 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_does_not_count(tmp_path: P
     lines = _lines(figures[0])
     assert next(iter(lines["loss"].values()))[:2] == ([16, 20, 21, 28, 35], [100.0, 100.0, 1.0, 1.0, 1.0])
     assert lines["verification accuracy, %"]["lfw"][0] == []
+
+
+def test_a_long_log_is_read_into_few_bytes_for_each_number_and_drawn_without_a_remark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+):
+    path, names = tmp_path / "metrics.jsonl", [f"loss_{place}" for place in range(40)]
+    lines = (json.dumps({"step": step, "kind": "train", **dict.fromkeys(names, step / 7)}) for step in range(1, 3001))
+    path.write_text("\n".join(lines))
+    tracemalloc.start()
+    series = compare_runs.read_series(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - path.stat().st_size < 30 * 3000 * len(names)  # dicts, and the lines as a list, took 75
+    assert [*series["train"]["loss_39"][0]] == [*range(1, 3001)] and series["train"]["loss_39"][1][-1] == 3000 / 7
+    monkeypatch.setattr("matplotlib.legend.time", SimpleNamespace(perf_counter=itertools.count(0, 5).__next__))
+    compare_runs.draw([compare_runs.Run("long", {"train": {"loss": series["train"]["loss_0"]}}, {}, {})])
+    assert not [*recwarn]

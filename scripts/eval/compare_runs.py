@@ -12,6 +12,9 @@ Examples:
 
 import argparse
 import json
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +24,8 @@ import yaml
 
 from configs.values import read_yaml
 from utils.checkpoint.format import sections
-from utils.cli import make_parser
-from utils.files import MAX_SMALL_TEXT, read_lines, read_text, shown, write_file
+from utils.cli import make_parser, progress
+from utils.files import MAX_SMALL_TEXT, MAX_TEXT, lines_of, read_bytes, read_text, reading, shown, write_file
 from utils.program import run_main
 from utils.report import Page, make_figure, png_of, set_colours
 from utils.text import label_text, markdown_table, markdown_text, plain_table
@@ -34,7 +37,8 @@ _LEGEND = (
     "In a row without *, no difference is certain, or results.json lacks the intervals."
 )
 Row = tuple[str, ...]
-Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value
+Points = tuple["array[int]", "array[float]"]  # steps, ascending, and the value at each
+Series = dict[str, dict[str, Points]]  # kind -> name -> points
 _PANELS = (
     ("loss", "loss"),
     ("lr", "learning rate"),
@@ -42,6 +46,7 @@ _PANELS = (
     ("grad_norm", "gradient norm, before clipping"),
     ("images_per_second", "images/s"),
 )
+_NONE: Points = (array("q"), array("d"))
 _NOT_COMPARED = ("run.name", "run.output")
 
 
@@ -108,33 +113,35 @@ def read_run(folder: Path) -> Run:
 
 
 def read_series(path: Path) -> Series:
-    """Return kind -> name -> step -> value, kinds in the order of the file.
+    """Return kind -> name -> points, kinds in the order of the file.
 
     A resumed run goes back to the step of its checkpoint; values that had been written for later steps are dropped.
     """
-    series: Series = {}
+    series: Series = defaultdict(lambda: defaultdict(lambda: (array("q"), array("d"))))
     reached = 0
-    for number, line in enumerate(read_lines(path), 1):
+    with reading(path):
+        lines = lines_of(read_bytes(path, MAX_TEXT))
+    for number, line in enumerate(progress(lines, None, f"reading {shown(path)}", "line", delay=5), 1):
         try:
             record: dict[str, Any] = json.loads(line)
             step, kind = int(record.pop("step")), str(record.pop("kind"))
             numbers = {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+            array("q", [step])  # an integer may have any number of digits
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise ValueError(f"{path}, line {number}: not a line of metrics") from None
         if step < reached:
-            for points in (points for kinds in series.values() for points in kinds.values()):
-                for stale in [known for known in points if known >= step]:
-                    del points[stale]
-        reached = step
+            for steps, values in (points for known in series.values() for points in known.values()):
+                place = bisect_left(steps, step)
+                del steps[place:], values[place:]
+        reached, known = step, series[kind]
         for name, value in numbers.items():
-            series.setdefault(kind, {}).setdefault(name, {})[step] = value
+            steps, values = known[name]
+            if steps and steps[-1] == step:
+                values[-1] = value
+            else:
+                steps.append(step)
+                values.append(value)
     return series
-
-
-def columns(points: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Return the steps in order and their values."""
-    steps = sorted(points)
-    return steps, [points[step] for step in steps]
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -206,10 +213,10 @@ def table(runs: Sequence[Run]) -> tuple[Row, list[Row]]:
             if any(value is not None for value in values):
                 ranges = [result.get("intervals_95", {}).get(key) for result in found]
                 rows.append((f"{name}: {title}", *_shown(values, factor, stars(values, ranges, better))))
-    losses = [run.series.get("train", {}).get("loss", {}) for run in runs]
-    last = [loss[max(loss)] if loss else None for loss in losses]
+    losses = [run.series.get("train", {}).get("loss", _NONE) for run in runs]
+    last = [values[-1] if values else None for _, values in losses]
     rows.append(("last loss", *_shown(last, 1, [False] * len(last))))
-    rows.append(("optimizer steps", *(str(max(loss)) if loss else "" for loss in losses)))
+    rows.append(("optimizer steps", *(str(steps[-1]) if steps else "" for steps, _ in losses)))
     return ("", *(run.name for run in runs)), rows
 
 
@@ -260,20 +267,27 @@ def draw(runs: Sequence[Run]) -> bytes:
         colour = _COLOURS[number % len(_COLOURS)]
         train = run.series.get("train", {})
         for axis, (key, title) in zip(axes, _PANELS, strict=True):
-            axis.plot(*columns(train.get(key, {})), color=colour, linewidth=1, label=label)
+            axis.plot(*train.get(key, _NONE), color=colour, linewidth=1, label=label)
             axis.set(title=title, xlabel="optimizer step")
         if "lr_centres" in train:
-            centres = columns(train["lr_centres"])
-            axes[1].plot(*centres, color=colour, linewidth=1, linestyle="--", label=f"{label}: class centres")
-        accuracies = {name: kind["accuracy"] for name, kind in run.series.items() if "accuracy" in kind}
+            axes[1].plot(*train["lr_centres"], color=colour, linewidth=1, linestyle="--", label=f"{label}: class centres")
+        evaluated = {name: kind["accuracy"] for name, kind in run.series.items() if "accuracy" in kind}
+        accuracies = {name: dict(zip(*points, strict=True)) for name, points in evaluated.items()}
         own = set_colours(accuracies)
         if len(runs) > 1 and accuracies:
             steps = set.intersection(*(set(points) for points in accuracies.values()))
             means = {step: float(np.mean([points[step] for points in accuracies.values()])) for step in steps}
             accuracies, own = {run.name: means}, {run.name: colour}
         for name, points in accuracies.items():
-            steps_and_values = columns({step: 100 * value for step, value in points.items()})
-            accuracy.plot(*steps_and_values, color=own[name], marker="o", markersize=3, label=label_text(name))
+            ordered = sorted(points)
+            accuracy.plot(
+                ordered,
+                [100 * points[step] for step in ordered],
+                color=own[name],
+                marker="o",
+                markersize=3,
+                label=label_text(name),
+            )
         for axis, name in zip(rocs, sets, strict=True):
             curve = run.results.get(name, {}).get("roc", {"far": []})
             if curve["far"]:
@@ -287,7 +301,7 @@ def draw(runs: Sequence[Run]) -> bytes:
     for axis in panels[:count]:
         axis.grid(alpha=0.3, which="both")
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            axis.legend(loc="best", fontsize=8)
     return png_of(figure)
 
 
