@@ -18,6 +18,7 @@ from gallery_runs import DIM, FACTS, SIZE, new_images
 from deploy.gallery import database as gallery_database
 from deploy.gallery import store as gallery_store
 from deploy.gallery.store import Gallery
+from utils.cli import progress
 from utils.image import to_png
 
 PEOPLE = [f"p{number % 23:02d}" for number in range(150)]
@@ -188,12 +189,41 @@ def test_the_old_contents_are_overwritten_before_the_journal_is_deleted(gallery:
         gallery.remove(people=["Bob Byte"])
 
 
-def test_removal_of_somebody_who_is_not_there_removes_nobody(gallery: Gallery):
+def test_adapted_vectors_are_stored_block_by_block_and_whatever_takes_long_shows_its_progress(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+):
+    """A million vectors, their names and new ones would take gigabytes."""
+    shown: list[str] = []
+    for module in (gallery_store, gallery_database):
+        monkeypatch.setattr(module, "progress", lambda *given, **more: shown.append(given[2]) or progress(*given, **more))
+    gallery.add(new_images(np.random.default_rng(5), ["anna", "berta"] * 5))
+    monkeypatch.setattr("deploy.gallery.store._ADAPTED", 4)
+    stored: list[int] = []
+
+    def mirrored(rows: np.ndarray) -> np.ndarray:
+        stored.append(gallery._database.execute("SELECT count(*) FROM images WHERE norm > 1e6").fetchone()[0])
+        return -rows
+
+    before = gallery.images()
+    assert gallery.adapt(FACTS._replace(digest="adapted"), mirrored, 1e9) == 10 and stored == [0, 4, 8]
+    with Gallery(gallery.path) as other:
+        assert [one.norm for one in other.images()] == [1e9 * one.norm for one in before]
+        assert other.check() == 10
+        other.reembed(FACTS, _other_network, lambda images, total: images)
+        other.compact()
+    reading, writing = {"reading the names", "checking the pages", "reading the faces"}, {"writing the file anew"}
+    assert {*shown} == reading | writing | {"adapting", "writing the vectors"}
+
+
+def test_removal_of_somebody_who_is_not_there_removes_nobody(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
     gallery.add(new_images(np.random.default_rng(5), ["anna", "berta"]))
     with pytest.raises(ValueError, match=r"nobody is called 'bertha'. Did you mean berta\?"):
         gallery.remove(people=["anna", "bertha"])
     with pytest.raises(ValueError, match="has no image 9"):
         gallery.remove(numbers=[1, 9])
+    monkeypatch.setattr("deploy.gallery.store._ALIKE", 1)  # others wait, so few of very many names are compared
+    with pytest.raises(ValueError, match=r"nobody is called 'bertha'\.$"):
+        gallery.remove(people=["bertha"])
     assert gallery.people() == {"anna": 1, "berta": 1}
 
 

@@ -555,7 +555,7 @@ def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
     served: list[Answers] = []
     monkeypatch.setattr(page_server, "PageServer", lambda port, answers, *more: served.append(answers) or interrupted)
     assert program.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
-    assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery is not None
+    assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery._searchers  # read before anybody asks
     assert "no run with a checkpoint in work_dirs; name a run folder" in error_of(program.main([*SETTINGS]), capsys)
     assert "give it as --gallery ../people.gallery" in error_of(program.main([*SETTINGS, "../people.gallery"]), capsys)
 

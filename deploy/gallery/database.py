@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.cli import progress
 from utils.files import shown
 from utils.text import printable
 
@@ -138,9 +139,21 @@ def overwrite_journal(path: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def showing(database: sqlite3.Connection, what: str) -> Iterator[None]:
+    """Show that SQLite is at work, as long as a statement takes more than some seconds."""
+    with progress([], None, what, "step", delay=5) as bar:
+        database.set_progress_handler(lambda: bar.update() and None, 1 << 17)
+        try:
+            yield
+        finally:
+            database.set_progress_handler(None, 0)
+
+
 def check_pages(database: sqlite3.Connection, path: Path, how: str) -> None:
     """Raise ValueError if SQLite finds damage; `how` is quick_check or integrity_check."""
-    found = str(database.execute(f"PRAGMA {how}(1)").fetchone()[0])
+    with showing(database, "checking the pages"):
+        found = str(database.execute(f"PRAGMA {how}(1)").fetchone()[0])
     if found != "ok":
         raise ValueError(f"{shown(path)}: is damaged: {found.splitlines()[0][:200]}{_COPY}")
 
@@ -155,6 +168,13 @@ def read_facts(database: sqlite3.Connection, path: Path) -> Facts:
     if not sound or not 1 <= facts.embedding_size <= 65536 or not 16 <= facts.image_size <= 1024:
         raise ValueError(f"{shown(path)}: its facts are not those of a gallery{_COPY}")
     return facts
+
+
+def record_facts(database: sqlite3.Connection, facts: Facts) -> None:
+    """Store what all images are embedded by from now on."""
+    # SQLite's table of numbers has a row for each time, by which other processes see it; programs before this ignore the rows
+    database.execute("INSERT INTO sqlite_sequence VALUES ('vectors', 0)")
+    database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in Facts._fields)}", facts)
 
 
 def check_person(name: str) -> str:

@@ -32,10 +32,11 @@ from . import database as db
 from .search import Entries, Match, Searcher
 
 Embed = Callable[[np.ndarray], np.ndarray]  # crops (n, S, S, 3) uint8 -> raw embeddings (n, D)
-Wrap = Callable[[Iterable["Image"], int], Iterable["Image"]]  # shows the progress over so many images
+Wrap = Callable[[Iterable[int], int], Iterable[int]]  # shows the progress over the numbers of so many images
 _SILENT = 1.0  # seconds until a waiting process says so
 _HEAVIEST = 1e30  # length of an embedding times score; float32 ends at 3e38, and a person has several images
 _BATCH, _ADAPTED = 64, 4096  # images embedded, or adapted, at once
+_ALIKE = 10_000  # people among whom one with a similar name is looked for, while others wait: 0.2 s
 _SMALLEST_ROW = 16  # bytes; a damaged tree of pages may seem to have more rows than the file has room for
 _IMAGES = (
     "SELECT images.id, people.name, picture, hash, face, norm, quality, added, vector_sum, ifnull(face_sum, x'') FROM images "
@@ -45,6 +46,9 @@ _ENTRIES = (
     "SELECT images.id, people.name, norm, quality FROM images "
     "JOIN people ON people.id = images.person WHERE images.id > ? ORDER BY images.id LIMIT ?"
 )
+_NUMBERS = "SELECT id FROM images ORDER BY id LIMIT ?"
+_WITHOUT = "SELECT id FROM images WHERE NOT EXISTS (SELECT 1 FROM faces WHERE image = images.id) ORDER BY id LIMIT 1"
+_UPDATE = "UPDATE images SET norm = {}, vector_sum = ?, vector = ? WHERE id = ?"
 _FIRST = "SELECT min(images.id) FROM images JOIN people ON people.id = images.person WHERE name = ?"
 _BEGIN = "BEGIN IMMEDIATE"
 _VECTOR = "SELECT vector_sum, vector FROM images WHERE id = ?"
@@ -126,6 +130,9 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         query = "SELECT people.name, hash FROM images JOIN people ON people.id = images.person ORDER BY images.person LIMIT ?"
         with self.reading():
             return [*self._rows(query, (str, bytes))]
+
+    def _numbers(self) -> list[int]:
+        return [number for (number,) in self._rows(_NUMBERS, (int,))]
 
     def count(self, what: str) -> int:
         """Return the number of people, images or faces."""
@@ -211,7 +218,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         self.searcher()  # reads and checks all vectors
         with self.reading():
             db.check_pages(self._database, self.path, "integrity_check")
-            with_face = [image.number for image in self._images() if image.face_sum]
+            rows = progress(self._images(), None, "reading the names", "image", delay=5)
+            with_face = [image.number for image in rows if image.face_sum]
             for number in progress(with_face, None, "reading the faces", "face", delay=5):
                 self.picture(number)
         return len(with_face)
@@ -250,7 +258,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         """Return all images, or those of higher numbers, checked."""
         numbers, lengths, owner = array("q"), array("d"), array("i")
         people: dict[str, int] = {}
-        for number, name, norm, quality in self._rows(_ENTRIES, (int, str, float, float), after):
+        rows = self._rows(_ENTRIES, (int, str, float, float), after)
+        for number, name, norm, quality in progress(rows, None, "reading the names", "image", delay=5):
             _require_weight(norm, quality, self.path, f": image {number}")
             numbers.append(number)
             lengths.append(norm * quality)
@@ -304,7 +313,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
         numbers = list[int]()
         with self._writing() as database:
             if facts and self.facts != facts and database.execute("SELECT 1 FROM images LIMIT 1").fetchone() is None:
-                _replace(database, [], facts)
+                db.record_facts(database, facts)
                 self.facts, self._digest = facts, facts.digest
             self._require_same_network()
             for image, name, (vector, norm), face in zip(images, names, rows, faces, strict=True):
@@ -333,7 +342,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             for name in people:
                 query = "SELECT images.id, people.id FROM images JOIN people ON people.id = images.person WHERE name = ?"
                 if not (found := database.execute(query, (name,)).fetchall()):
-                    raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, self.people())}")
+                    known = [row[0] for row in database.execute("SELECT name FROM people LIMIT ?", (_ALIKE,))]
+                    raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, known)}")
                 gone.update(found)
             for number in numbers:
                 query = "SELECT id, person FROM images WHERE id = ?"  # no image is number 0
@@ -364,16 +374,18 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             ValueError: the gallery lacks faces, or one is damaged or has no embedding; nothing changes then.
         """
         with self._writing() as database:
-            images = self.images()
-            self._require_faces(images, facts)
-            found, waiting = list[tuple[float, bytes, bytes, int]](), iter(wrap(images, len(images)))
+            numbers = self._numbers()
+            self._require_faces(facts)
+            found, waiting = list[tuple[float, bytes, bytes, int]](), iter(wrap(numbers, len(numbers)))
             while part := list(itertools.islice(waiting, _BATCH)):
-                raw = embed(np.stack([self._face(image.number) for image in part]))
-                for image, row in zip(part, raw, strict=True):
-                    vector, norm = db.unit_vector(row, facts.embedding_size, image.picture)
-                    found.append((norm, _checksum(vector), vector, image.number))
-            _replace(database, found, facts)  # only now, because a large transaction may lock readers out
-        return len(images)
+                raw = embed(np.stack([self._face(number) for number in part]))
+                for number, row in zip(part, raw, strict=True):
+                    vector, norm = db.unit_vector(row, facts.embedding_size, f"image {number}")
+                    found.append((norm, _checksum(vector), vector, number))
+            # only now, because a large transaction may lock readers out
+            database.executemany(_UPDATE.format("?"), progress(found, None, "writing the vectors", "vector", delay=5))
+            db.record_facts(database, facts)
+        return len(numbers)
 
     def compact(self) -> None:
         """Write the file anew, with what is in the gallery and nothing else.
@@ -384,7 +396,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             self._patiently("COMMIT")  # VACUUM is a transaction of its own
             database.execute("PRAGMA temp_store = FILE")
             try:
-                self._patiently("VACUUM")
+                with db.showing(database, "writing the file anew"):
+                    self._patiently("VACUUM")
             finally:
                 database.execute("PRAGMA temp_store = MEMORY")
             self._patiently(_BEGIN)
@@ -405,19 +418,19 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             ValueError: a vector is damaged, or the map gives no direction for one; nothing changes then.
         """
         with self._writing() as database:
-            images, found = self.images(), list[tuple[float, bytes, bytes, int]]()
-            for low in range(0, len(images), _ADAPTED):
-                part = images[low : low + _ADAPTED]
-                rows = adapt(self._vectors(np.array([image.number for image in part])))
-                for image, row in zip(part, rows, strict=True):
-                    vector, _ = db.unit_vector(row, facts.embedding_size, image.picture)
-                    found.append((image.norm * lengths, _checksum(vector), vector, image.number))
+            numbers = self._numbers()
+            for low in progress(range(0, len(numbers), _ADAPTED), None, "adapting", "block", delay=5):
+                part = numbers[low : low + _ADAPTED]
+                rows = zip(part, adapt(self._vectors(np.array(part))), strict=True)
+                vectors = ((number, db.unit_vector(row, facts.embedding_size, f"image {number}")[0]) for number, row in rows)
+                found = ((lengths, _checksum(vector), vector, number) for number, vector in vectors)
+                database.executemany(_UPDATE.format("norm * ?"), found)
             if facts.image_size != self.facts.image_size:
                 database.execute("DELETE FROM faces")
-            _replace(database, found, facts)
-        return len(images)
+            db.record_facts(database, facts)
+        return len(numbers)
 
-    def _require_faces(self, images: list[Image], facts: db.Facts) -> None:
+    def _require_faces(self, facts: db.Facts) -> None:
         """Raise ValueError unless a network can embed the faces that the gallery has."""
         size, other = self.facts.image_size, facts.image_size
         if other != size:
@@ -425,9 +438,9 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 f"{shown(self.path)}: its faces have {size} x {size} pixels, and the network takes {other} x {other}; enrol "
                 "the pictures into a new gallery"
             )
-        if without := next((image for image in images if not image.face_sum), None):
+        if without := self._database.execute(_WITHOUT).fetchone():
             raise ValueError(
-                f"{shown(self.path)}: has no face of image {without.number}, which was enrolled with --no-pictures; enrol the "
+                f"{shown(self.path)}: has no face of image {without[0]}, which was enrolled with --no-pictures; enrol the "
                 "pictures into a new gallery"
             )
 
@@ -473,14 +486,6 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
                 if "locked" not in str(error) or seconds is patience:
                     raise
                 print(one_line(f"waiting for another process, which uses {shown(self.path)}"), file=sys.stderr, flush=True)
-
-
-def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes, int]], facts: db.Facts) -> None:
-    """Store (length, checksum, vector, image) for all images, and what they are embedded by."""
-    database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
-    # SQLite's table of numbers has a row for each time, by which other processes see it; programs before this ignore the rows
-    database.execute("INSERT INTO sqlite_sequence VALUES ('vectors', 0)")
-    database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in db.Facts._fields)}", facts)
 
 
 def _checksum(data: bytes) -> bytes:

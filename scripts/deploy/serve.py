@@ -84,6 +84,8 @@ def serve_page(options: argparse.Namespace) -> None:
         gallery = Gallery.create(options.gallery, facts, _PATIENCE) if is_new else Gallery(options.gallery, _PATIENCE)
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, facts.detector, WHICH_FACE)
+        with contextlib.suppress(ValueError):  # of a damaged vector, which each search names
+            gallery.searcher()  # who asks first does not wait until a large gallery is read
         result, far = result_for_page(options, gallery, (result, far))
     answers = Answers(embedder, detector, gallery, result, far, gate)
     server = PageServer(options.port, answers, access, options.host, options.tls)
