@@ -8,14 +8,16 @@ Shapes: N = images, T = templates, P = pairs, D = embedding size.
 
 import os
 import warnings
+from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.alignment import align
+from utils.cli import progress
 from utils.distributed.agreement import digest
-from utils.files import MAX_TEXT, check_file, read_bytes, read_lines, reading
+from utils.files import MAX_TEXT, check_file, read_bytes, read_lines, reading, shown
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.text import prefix_errors
 
@@ -133,9 +135,14 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
     Raises:
         ValueError: a missing or damaged file, lists that name different images, or a pair of an unknown template.
     """
-    meta = Path(folder) / "meta"
-    images, table = _names_and_numbers(meta / f"{name}_face_tid_mid.txt", 2, whole=True)
-    named, landmarks = _names_and_numbers(meta / f"{name}_name_5pts_score.txt", 11)
+    meta, path = Path(folder) / "meta", Path(folder) / "meta" / f"{name}_template_pair_label.txt"
+    with progress([], 3, f"reading {shown(meta)}", "list", 5, shown=os.environ.get("LOCAL_RANK", "0") == "0") as bar:
+        images, table = _names_and_numbers(meta / f"{name}_face_tid_mid.txt", 2, whole=True)
+        bar.update()
+        named, landmarks = _names_and_numbers(meta / f"{name}_name_5pts_score.txt", 11)
+        bar.update()
+        triples = _integers(path)
+        bar.update()
     if images != named:
         line = next((i for i, (a, b) in enumerate(zip(images, named, strict=False)) if a != b), min(len(images), len(named)))
         raise ValueError(
@@ -143,10 +150,8 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
             f"they differ at line {line + 1} ({len(images)} and {len(named)} lines)"
         )
     templates, media = (table[:, column].astype(np.int32) for column in (0, 1))
-    path = meta / f"{name}_template_pair_label.txt"
-    triples = _integers(path)
     pairs, labels = triples[:, :2], triples[:, 2]
-    if not np.isin(labels, (0, 1)).all():
+    if labels.min() < 0 or labels.max() > 1:
         raise ValueError(f"{path}: labels must be 0 or 1, one is {labels.max()}")
     unknown = np.setdiff1d(pairs, templates)
     if len(unknown):
@@ -156,7 +161,7 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
 
 def _names_and_numbers(path: Path, count: int, whole: bool = False) -> tuple[list[str], np.ndarray]:
     """Return the first words (N) and the `count` numbers (N, count) after them of a file's lines; `whole` ones have 32 bits."""
-    names, numbers = [], []
+    names, numbers = [], array("d")
     with reading(path):
         text = read_bytes(path, MAX_TEXT)
     for number, line in enumerate(text.splitlines(), 1):
@@ -168,10 +173,10 @@ def _names_and_numbers(path: Path, count: int, whole: bool = False) -> tuple[lis
         if len(values) != count:
             raise ValueError(f"{path}: line {number} must be a name and {count} numbers, it has {len(words)} words")
         names.append(words[0].decode("utf-8", "replace"))
-        numbers.append(values)
+        numbers.extend(values)
     if not names:
         raise ValueError(f"{path}: is empty")
-    table = np.array(numbers)
+    table = np.array(numbers).reshape(len(names), count)
     wrong = ~np.isfinite(table) | (whole & ((np.floor(table) != table) | (np.abs(table) >= 2**31)))
     if wrong.any():
         row, column = np.argwhere(wrong)[0]

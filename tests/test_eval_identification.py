@@ -21,7 +21,9 @@ def test_ranks_equal_a_slow_search(cells: int, monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(0)
     gallery, people = _unit(rng, 40), rng.integers(100, 115, 40)
     probes, wanted = _unit(rng, 60), rng.integers(95, 120, 60)
-    found = identify(gallery, people, probes, wanted)
+    chunks: list[int] = []
+    found = identify(gallery, people, probes, wanted, lambda parts: chunks.append(len(parts)) or parts)
+    assert chunks == [1 if cells > 100 else 2]  # each reads the gallery, so there are few
     for q in range(60):
         scores = {p: max(float(gallery[g] @ probes[q]) for g in np.flatnonzero(people == p)) for p in set(people.tolist())}
         assert found.best[q] == pytest.approx(max(scores.values()))
