@@ -26,6 +26,7 @@ from .base import FaceDataset
 from .datasets import FolderDataset, ListDataset, open_set
 from .record_dataset import RecordDataset
 from .recordio.image_record import RecordSetWriter
+from .recordio.index import distinct
 
 _AHEAD = 4096  # images that are prefetched at once
 
@@ -150,6 +151,7 @@ def parse_classes(text: str, num_classes: int) -> np.ndarray:
 
 _CHUNK = 64  # images per task
 _BANDS = 4  # overlapping parts of the hash, 32 bits each, that are searched for equal values
+_HASHES = 1 << 18  # whose candidates are in memory at once: up to 1 GB
 _RANGE = 64  # most candidates of one image in one band; otherwise a set of one flat colour would have all pairs
 PLAIN_RANGE = 8  # levels of 256
 MAX_DISTANCE = 6  # bits in which the hashes of near duplicates may differ
@@ -288,24 +290,27 @@ def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
         other: (m,) uint64; None pairs `one` with itself, each pair once, with the smaller position first.
     """
     right = one if other is None else other
-    found = [np.empty((0, 2), dtype=np.int64)]
-    for band in range(_BANDS):
-        left_keys, right_keys = _band(one, band), _band(right, band)
-        order = np.lexsort((right, right_keys))
-        ranked, place = right_keys[order], np.argsort(order)
-        for begin in range(0, len(one), 1 << 20):
-            keys = left_keys[begin : begin + (1 << 20)]
-            starts, ends = np.searchsorted(ranked, keys, "left"), np.searchsorted(ranked, keys, "right")
-            if other is None:  # those behind the image itself
-                most = np.where(ends - starts > _RANGE, _RANGE // 8, _RANGE)
-                starts = place[begin : begin + (1 << 20)] + 1
-            lengths = np.minimum(ends - starts, most if other is None else _RANGE)
-            rows = np.repeat(np.arange(len(keys)), lengths)
-            inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            pairs = np.stack([rows + begin, order[starts[rows] + inside]], axis=1)
-            pairs = np.sort(pairs, axis=1) if other is None else pairs
-            found.append(pairs[np.bitwise_count(one[pairs[:, 0]] ^ right[pairs[:, 1]]) <= MAX_DISTANCE])
-    return np.unique(np.concatenate(found), axis=0)
+    found = [np.empty(0, dtype=np.int64)]  # pairs, each as one number
+    with progress([], _BANDS * len(one), "comparing the hashes", "hash", delay=5) as bar:
+        for band in range(_BANDS):
+            left_keys, right_keys = _band(one, band), _band(right, band)
+            order = np.lexsort((right, right_keys))
+            ranked, place = right_keys[order], np.argsort(order)
+            for begin in range(0, len(one), _HASHES):
+                keys = left_keys[begin : begin + _HASHES]
+                starts, ends = np.searchsorted(ranked, keys, "left"), np.searchsorted(ranked, keys, "right")
+                if other is None:  # those behind the image itself
+                    most = np.where(ends - starts > _RANGE, _RANGE // 8, _RANGE)
+                    starts = place[begin : begin + _HASHES] + 1
+                lengths = np.minimum(ends - starts, most if other is None else _RANGE)
+                rows = np.repeat(np.arange(len(keys)), lengths)
+                inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+                first, second = rows + begin, order[starts[rows] + inside]
+                first, second = (np.minimum(first, second), np.maximum(first, second)) if other is None else (first, second)
+                near = np.bitwise_count(one[first] ^ right[second]) <= MAX_DISTANCE
+                found.append(first[near] * len(right) + second[near])
+                bar.update(len(keys))
+    return np.stack(np.divmod(distinct(np.concatenate(found)), max(1, len(right))), axis=1)
 
 
 def _band(hashes: np.ndarray, band: int) -> np.ndarray:
