@@ -215,6 +215,20 @@ def test_adapted_vectors_are_stored_block_by_block_and_whatever_takes_long_shows
     assert {*shown} == reading | writing | {"adapting", "writing the vectors"}
 
 
+def test_a_check_of_very_many_faces_lets_others_enrol(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
+    gallery.add(new_images(np.random.default_rng(5), ["anna", "anna"]))
+
+    def enrolling(numbers: list[int], total: None, what: str, *more: Any, **named: Any) -> Any:
+        if what == "reading the faces":
+            with Gallery(gallery.path, patience=0.0) as other:
+                other.add(new_images(np.random.default_rng(6), ["berta"]))
+                other.remove(numbers=[2])
+        return progress(numbers, total, what, *more, **named)
+
+    monkeypatch.setattr(gallery_store, "progress", enrolling)
+    assert gallery.check() == 2 and gallery.people() == {"anna": 1, "berta": 1}
+
+
 def test_removal_of_somebody_who_is_not_there_removes_nobody(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
     gallery.add(new_images(np.random.default_rng(5), ["anna", "berta"]))
     with pytest.raises(ValueError, match=r"nobody is called 'bertha'. Did you mean berta\?"):

@@ -220,8 +220,8 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             db.check_pages(self._database, self.path, "integrity_check")
             rows = progress(self._images(), None, "reading the names", "image", delay=5)
             with_face = [image.number for image in rows if image.face_sum]
-            for number in progress(with_face, None, "reading the faces", "face", delay=5):
-                self.picture(number)
+        for number in progress(with_face, None, "reading the faces", "face", delay=5):
+            self.picture(number)  # None if it was removed meanwhile: others may write between two faces
         return len(with_face)
 
     @contextlib.contextmanager
