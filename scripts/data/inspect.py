@@ -163,18 +163,25 @@ def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace
     seconds = np.searchsorted(scanned.indices, [copy.second for copy in copies])
     distinct = np.setdiff1d(np.flatnonzero(scanned.faces), seconds, assume_unique=True)
     pairs = distinct[candidates(scanned.dhash[distinct])]
+    apart = np.bitwise_count(scanned.dhash[pairs[:, 0]] ^ scanned.dhash[pairs[:, 1]])
 
     def compare(pair: np.ndarray) -> Copy:
         first, second = scanned.indices[pair].tolist()
         return Copy(first, second, "near", correlation(*(decode_rgb(dataset.sample(index)[0]) for index in (first, second))))
 
-    near, left = _compared(pairs, compare, "comparing", options.threads)
+    near, left = _compared(pairs, apart, compare, "comparing", options.threads)
     return copies + near, left
 
 
-def _compared(pairs: np.ndarray, compare: Callable[[np.ndarray], Copy], what: str, threads: int) -> tuple[list[Copy], int]:
-    """Return those of the candidates (n, 2) that are copies, and the number of those that were not compared."""
-    some = pairs[:_COMPARED]
+def _compared(
+    pairs: np.ndarray, apart: np.ndarray, compare: Callable[[np.ndarray], Copy], what: str, threads: int
+) -> tuple[list[Copy], int]:
+    """Return those of the candidates (n, 2) that are copies, and the number of those that were not compared.
+
+    Args:
+        apart: (n,) in how many bits the hashes differ: where there are too many candidates, the nearest are compared.
+    """
+    some = pairs[np.sort(np.argsort(apart, kind="stable")[:_COMPARED])]
     found = progress(map_in_order(compare, some, threads), len(some), what, "pair")
     return [copy for copy in found if copy.likeness >= MIN_CORRELATION], len(pairs) - len(some)
 
@@ -189,7 +196,9 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
 
     hashes = progress(map_in_order(read, size, options.threads), len(size), f"reading {test.name}", "image")
     good = np.flatnonzero(scanned.faces)
-    pairs = candidates(scanned.dhash[good], np.array(list(hashes), dtype=np.uint64))
+    theirs = np.array(list(hashes), dtype=np.uint64)
+    pairs = candidates(scanned.dhash[good], theirs)
+    apart = np.bitwise_count(scanned.dhash[good[pairs[:, 0]]] ^ theirs[pairs[:, 1]])
 
     def compare(pair: np.ndarray) -> Copy:
         index, other = int(scanned.indices[good[pair[0]]]), int(pair[1])
@@ -197,7 +206,7 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
         likeness = correlation(decode_rgb(data), decode_rgb(test.images[other]))
         return Copy(index, other, "equal" if data == test.images[other] else "near", likeness)
 
-    return _compared(pairs, compare, f"comparing with {test.name}", options.threads)
+    return _compared(pairs, apart, compare, f"comparing with {test.name}", options.threads)
 
 
 def _write_tables(out: Path, found: Findings) -> None:
