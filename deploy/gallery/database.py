@@ -106,6 +106,8 @@ def database_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         text = str(error)
+        if text == "interrupted":  # by Ctrl-C while `showing` counted; SQLite keeps the exception itself
+            raise KeyboardInterrupt from None
         if "locked" in text:
             fix = "another process uses it; try again later"
         elif "full" in text or "readonly" in text or "unable to open" in text or "disk I/O" in text:

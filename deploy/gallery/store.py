@@ -342,7 +342,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             for name in people:
                 query = "SELECT images.id, people.id FROM images JOIN people ON people.id = images.person WHERE name = ?"
                 if not (found := database.execute(query, (name,)).fetchall()):
-                    known = [row[0] for row in database.execute("SELECT name FROM people LIMIT ?", (_ALIKE,))]
+                    known = [row[0] for row in self._rows("SELECT name FROM people LIMIT min(?, ?)", (str,), _ALIKE)]
                     raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, known)}")
                 gone.update(found)
             for number in numbers:
