@@ -129,12 +129,13 @@ def _read_parquet(path: Path) -> Faces:
     facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     vectors, begin = np.empty((0, 0), dtype=np.float32), 0
     lacking = any(table[name].null_count for name in ("name", "face", "person"))
-    for number in progress(range(len(groups)), None, f"reading {shown(path.name)}", "group", delay=5):
+    filled = [number for number, group in enumerate(groups) if group.num_rows]
+    for number in progress(filled, None, f"reading {shown(path.name)}", "group", delay=5):
         # all groups at once would take four times the memory of the vectors
         column = file.read_row_group(number, columns=["embedding"])["embedding"].combine_chunks()
         if lacking or column.null_count:
             raise ValueError("a row lacks its name, face, person or embedding")
-        part = column.flatten().to_numpy().reshape(len(column), -1)
+        part = column.flatten().to_numpy().reshape(len(column), vectors.shape[1] if begin else -1)
         if not begin and 4 * len(table) * part.shape[1] <= needed:
             vectors = np.empty((len(table), part.shape[1]), dtype=part.dtype)
         vectors[begin : begin + len(part)] = part
