@@ -234,8 +234,9 @@ def _similar(
     )
     if not done and len(table) > _MANY:  # twice as many are foreseen, by the rows of some faces, not found hours later
         some = rough[np.random.default_rng(0).permutation(len(table))[:_ROWS]]
-        above = sum(int((some @ block.T >= threshold).sum()) for block in rough.split(_COLUMNS))
-        if (above / len(some) - 1) * len(table) / 2 > 2 * _MOST_PAIRS:
+        near = torch.stack([(some @ block.T >= threshold).sum(dim=1) for block in rough.split(_COLUMNS)]).sum(dim=0).double()
+        least = near.mean() - 3 * near.std() / len(near) ** 0.5 - 1  # a few faces of one huge cluster foresee nothing
+        if least * len(table) / 2 > 2 * _MOST_PAIRS:
             raise too_many
     for begin in range(done, len(vectors), _ROWS):
         limits = torch.full((min(_ROWS, len(vectors) - begin),), threshold)

@@ -61,18 +61,20 @@ def test_few_pairs_wait_or_are_put_into_order_at_once(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("rough")
 def test_too_many_pairs_are_foreseen(monkeypatch: pytest.MonkeyPatch):
-    vectors = np.concatenate(
-        [_faces(20, 60, 0.2)[0], _faces(1200, 1, 0.2)[0]]
-    )  # the first have nearly all of some 35,400 pairs
+    vectors = np.concatenate([_faces(20, 60, 0.2)[0], _faces(1200, 1, 0.2)[0]])  # the first have nearly all of 35,400 pairs
     for name, value in {"_ROWS": 128, "_MOST_PAIRS": 40_000}.items():
         monkeypatch.setattr(analysis.clustering, name, value)
     rows: list[int] = []
     assert len(np.unique(cluster(vectors, np.array([[0.7]]), advance=rows.append).labels)) > 20 and sum(rows) == len(vectors)
-    monkeypatch.setattr(analysis.clustering, "_MOST_PAIRS", 12_000)
+    monkeypatch.setattr(analysis.clustering, "_MOST_PAIRS", 9_000)
     rows.clear()
-    with pytest.raises(ValueError, match=r"more than 12,000 pairs of faces are above the cosine 0\.7000; give"):
+    with pytest.raises(ValueError, match=r"more than 9,000 pairs of faces are above the cosine 0\.7000; give"):
         cluster(vectors, np.array([[0.7]]), advance=rows.append)
     assert sum(rows) == 0
+    alone = _faces(3000, 1, 0.2)[0]
+    alone[np.random.default_rng(0).permutation(3000)[120:196]] = alone[0]  # 8 of 128 faces have 76 others, by chance
+    monkeypatch.setattr(analysis.clustering, "_MOST_PAIRS", 3_000)
+    assert len(analysis.clustering._similar(alone, 0.99, None, int)[0]) == 77 * 76 // 2
 
 
 def test_no_rounding_to_bf16_leaves_out_a_row():
