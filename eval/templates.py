@@ -152,7 +152,7 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
     templates, media = (table[:, column].astype(np.int32) for column in (0, 1))
     pairs, labels = triples[:, :2], triples[:, 2]
     if labels.min() < 0 or labels.max() > 1:
-        raise ValueError(f"{path}: labels must be 0 or 1, one is {labels.max()}")
+        raise ValueError(f"{path}: labels must be 0 or 1, one is {labels.min() if labels.min() < 0 else labels.max()}")
     unknown = np.setdiff1d(pairs, templates)
     if len(unknown):
         raise ValueError(f"{path}: template {unknown[0]} has no image in {name}_face_tid_mid.txt")

@@ -87,7 +87,7 @@ def test_lists_are_read_and_a_missing_one_is_named(tmp_path: Path):
         ({"template_pair_label": "7 9 0\n7 9\n"}, "from 3 to 2"),
         ({"template_pair_label": "7 9\n7 7\n"}, "; they have 2"),
         ({"template_pair_label": "7 9 1.5\n"}, "must have three whole numbers and nothing else"),
-        ({"template_pair_label": "7 9 2\n"}, "labels must be 0 or 1"),
+        ({"template_pair_label": "7 9 1\n7 9 -1\n"}, "labels must be 0 or 1, one is -1"),
         ({"template_pair_label": "7 8 1\n"}, "template 8 has no image"),
     ],
 )
