@@ -178,8 +178,7 @@ def _compared(
 ) -> tuple[list[Copy], int]:
     """Return those of the candidates (n, 2) that are copies, and the number of those that were not compared.
 
-    Args:
-        apart: (n,) in how many bits the hashes differ: where there are too many candidates, the nearest are compared.
+    If there are too many, those whose hashes differ in the fewest bits, `apart` (n,), are compared.
     """
     some = pairs[np.sort(np.argsort(apart, kind="stable")[:_COMPARED])]
     found = progress(map_in_order(compare, some, threads), len(some), what, "pair")

@@ -279,15 +279,8 @@ def draw(runs: Sequence[Run]) -> bytes:
             means = {step: float(np.mean([points[step] for points in accuracies.values()])) for step in steps}
             accuracies, own = {run.name: means}, {run.name: colour}
         for name, points in accuracies.items():
-            ordered = sorted(points)
-            accuracy.plot(
-                ordered,
-                [100 * points[step] for step in ordered],
-                color=own[name],
-                marker="o",
-                markersize=3,
-                label=label_text(name),
-            )
+            style = {"color": own[name], "marker": "o", "markersize": 3, "label": label_text(name)}
+            accuracy.plot(sorted(points), [100 * points[step] for step in sorted(points)], **style)
         for axis, name in zip(rocs, sets, strict=True):
             curve = run.results.get(name, {}).get("roc", {"far": []})
             if curve["far"]:
