@@ -299,12 +299,10 @@ def _average_linkage(
             continue
         sums[one] += sums[other]
         sizes[one] += sizes[other]
-        near = np.concatenate(
-            [neighbours.pop(face, graph.indices[graph.indptr[face] : graph.indptr[face + 1]]) for face in (one, other)]
-        )
-        for face in (one, other):
-            if grown[face]:
-                del lists[grown[face]]
+        parts = (neighbours.pop(face, graph.indices[graph.indptr[face] : graph.indptr[face + 1]]) for face in (one, other))
+        near = np.concatenate([*parts])
+        for old in {grown[one], grown[other]} - {0}:
+            del lists[old]
         last += 1
         grown[one], grown[other], into[other] = last, -1, one
         while (into[near] != near).any():

@@ -220,9 +220,7 @@ def test_of_too_many_candidates_the_nearest_are_compared(monkeypatch: pytest.Mon
     """Not the first: of a set of millions, these are all of its first identities."""
     monkeypatch.setattr(inspect_data, "_COMPARED", 2)
     pairs, apart = np.arange(10).reshape(5, 2), np.array([3, 0, 2, 0, 1], dtype=np.uint8)
-    found, left = inspect_data._compared(
-        pairs, apart, lambda pair: inspect_data.Copy(*pair.tolist(), "near", 1.0), "comparing", 1
-    )
+    found, left = inspect_data._compared(pairs, apart, lambda pair: inspect_data.Copy(*pair.tolist(), "near", 1.0), "x", 1)
     assert [(copy.first, copy.second) for copy in found] == [(2, 3), (6, 7)] and left == 3
 
 

@@ -46,7 +46,6 @@ _ENTRIES = (
     "SELECT images.id, people.name, norm, quality FROM images "
     "JOIN people ON people.id = images.person WHERE images.id > ? ORDER BY images.id LIMIT ?"
 )
-_NUMBERS = "SELECT id FROM images ORDER BY id LIMIT ?"
 _WITHOUT = "SELECT id FROM images WHERE NOT EXISTS (SELECT 1 FROM faces WHERE image = images.id) ORDER BY id LIMIT 1"
 _UPDATE = "UPDATE images SET norm = {}, vector_sum = ?, vector = ? WHERE id = ?"
 _FIRST = "SELECT min(images.id) FROM images JOIN people ON people.id = images.person WHERE name = ?"
@@ -132,7 +131,7 @@ class Gallery(contextlib.AbstractContextManager["Gallery"]):
             return [*self._rows(query, (str, bytes))]
 
     def _numbers(self) -> list[int]:
-        return [number for (number,) in self._rows(_NUMBERS, (int,))]
+        return [number for (number,) in self._rows("SELECT id FROM images ORDER BY id LIMIT ?", (int,))]
 
     def count(self, what: str) -> int:
         """Return the number of people, images or faces."""
