@@ -189,9 +189,7 @@ def test_the_old_contents_are_overwritten_before_the_journal_is_deleted(gallery:
         gallery.remove(people=["Bob Byte"])
 
 
-def test_adapted_vectors_are_stored_block_by_block_and_whatever_takes_long_shows_its_progress(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
-):
+def test_adapted_vectors_are_stored_by_blocks_and_what_takes_long_shows_it(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
     """A million vectors, their names and new ones would take gigabytes."""
     shown: list[str] = []
     for module in (gallery_store, gallery_database):
