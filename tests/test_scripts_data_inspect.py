@@ -236,6 +236,15 @@ def test_of_very_many_copies_one_of_each_hash_stays(tmp_path: Path, people: Path
     assert len(_table(tmp_path / "report" / "drop.csv")) >= 150 - 3
 
 
+def test_a_page_without_faults_says_how_much_was_not_compared(tmp_path: Path, people: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inspect_data, "_COMPARED", 0)
+    (people / "person_1" / "copy.jpg").write_bytes(jpeg(picture(7)))
+    (people / "person_1" / "other.jpg").write_bytes(jpeg(picture(7), 40))
+    assert inspect_data.main([str(people), "--out", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "No faults: " in page and "; 1 pairs of similar pictures were not compared." in page
+
+
 def test_likeness_tells_copies_from_other_pictures():
     one = picture(5)
     for changed in (jpeg(one, 40), jpeg(np.clip(one * 1.1 + 5, 0, 255).astype(np.uint8))):

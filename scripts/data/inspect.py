@@ -258,7 +258,8 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
         page.text("drop.csv lists the images to drop; face data filter --drop drop.csv makes a set without them.", note=True)
     else:
         tested = " and with the test sets" if found.tests else "; no test set was given with --bins"
-        page.text(f"No faults: every image decodes, and none is a copy within the set{tested}.")
+        left = f"; {found.not_compared:,} pairs of similar pictures were not compared" if found.not_compared else ""
+        page.text(f"No faults: every image decodes, and none is a copy within the set{tested}{left}.")
     for name, copies in found.overlaps.items():
         where = "Left: this set, right: the test set."
         _copies(page, found, copies, f"Shared with the test set {name}", where, found.tests[name])
