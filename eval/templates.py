@@ -135,13 +135,13 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
     Raises:
         ValueError: a missing or damaged file, lists that name different images, or a pair of an unknown template.
     """
-    meta, path = Path(folder) / "meta", Path(folder) / "meta" / f"{name}_template_pair_label.txt"
+    meta = Path(folder) / "meta"
     with progress([], 3, f"reading {shown(meta)}", "list", 5, shown=os.environ.get("LOCAL_RANK", "0") == "0") as bar:
         images, table = _names_and_numbers(meta / f"{name}_face_tid_mid.txt", 2, whole=True)
         bar.update()
         named, landmarks = _names_and_numbers(meta / f"{name}_name_5pts_score.txt", 11)
         bar.update()
-        triples = _integers(path)
+        triples = _integers(path := meta / f"{name}_template_pair_label.txt")
         bar.update()
     if images != named:
         line = next((i for i, (a, b) in enumerate(zip(images, named, strict=False)) if a != b), min(len(images), len(named)))
@@ -151,8 +151,8 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
         )
     templates, media = (table[:, column].astype(np.int32) for column in (0, 1))
     pairs, labels = triples[:, :2], triples[:, 2]
-    if labels.min() < 0 or labels.max() > 1:
-        raise ValueError(f"{path}: labels must be 0 or 1, one is {labels.min() if labels.min() < 0 else labels.max()}")
+    if len(wrong := labels[(labels < 0) | (labels > 1)]):
+        raise ValueError(f"{path}: labels must be 0 or 1, one is {wrong[0]}")
     unknown = np.setdiff1d(pairs, templates)
     if len(unknown):
         raise ValueError(f"{path}: template {unknown[0]} has no image in {name}_face_tid_mid.txt")
